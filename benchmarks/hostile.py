@@ -202,14 +202,15 @@ class Target:
         self.played = 0
 
     def _state(self) -> tuple[Any, ...]:
-        strategy = self.run.strategy
-        return deepcopy(strategy.method.state.to_values()), self.run.arrays, strategy.method.kept
+        method = self.run.server.method
+        return deepcopy(method.state.to_values()), self.run.arrays, method.kept
 
     def attack(self, start: int, changes: Sequence[Sequence[tuple[str, Any, Any]]]) -> None:
         """Play a round with changed answers, from one of the states. Raises AssertionError if that did harm."""
         run, (values, arrays, kept) = self.run, self.states[start]
-        run.strategy.method.state = type(run.strategy.method.state).from_values(deepcopy(values))
-        run.arrays, run.strategy.method.kept = arrays, kept
+        method = run.server.method
+        method.state = type(method.state).from_values(deepcopy(values))
+        run.arrays, method.kept = arrays, kept
         self.grid.due.extend(changes)
         record = run.one_round(start + 1).to_values()
         self.grid.due.clear()

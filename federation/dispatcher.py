@@ -1,7 +1,6 @@
 """Send a strategy's tasks to clients and read their answers, for training, evaluation and pre-round queries alike."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, Message, RecordDict
@@ -16,18 +15,23 @@ from piecework.training.messages import Task, content_bytes
 from piecework.training.parcels import pack
 
 Select = Callable[[int, Task, ArrayRecord], ArrayRecord]  # client, its task, the model -> what is sent
-OnError = Callable[[int, str], None]  # client, status
 Read = TypeVar("Read")
 
 
 class Dispatcher:
     """Holds the tasks of the latest `configure`, by client, and in `log` a report of each: its bytes, status and reason.
 
-    `timeout` is in seconds.
+    `timeout` is in seconds. `note_crash` is told of each client whose process died, and of the round of its task.
     """
 
-    def __init__(self, registry: ClientRegistry, weight_cache: WeightCache, timeout: float) -> None:
-        self.registry, self.weight_cache, self.timeout = registry, weight_cache, timeout
+    def __init__(
+        self,
+        registry: ClientRegistry,
+        weight_cache: WeightCache,
+        timeout: float,
+        note_crash: Callable[[int, int], None],
+    ) -> None:
+        self.registry, self.weight_cache, self.timeout, self.note_crash = registry, weight_cache, timeout, note_crash
         self.tasks: dict[int, Task] = {}
         self.log: dict[int, ClientReport] = {}
         self.arrays = ArrayRecord()
@@ -64,38 +68,58 @@ class Dispatcher:
         """Yield batches of messages with the frozen units that the tasks name."""
         return self.weight_cache.batches(self.tasks, self.arrays, self.log)
 
-    def answers(
-        self, replies: Iterable[Message], on_error: OnError, read: Callable[[int, Answer], Read]
-    ) -> Iterator[tuple[int, Read]]:
-        """Yield (client, what `read` makes of its answer) for each client that did its task; the log tells of the others.
-
-        `read` gets the client and its answer, of which each figure is in range. What it raises of UNUSABLE rejects the answer.
-        Errors also go to `on_error`.
-        """
-        for message in replies:
-            client = self.registry.client_of(message.metadata.src_node_id)
+    def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, Answer | None]]:
+        """Yield each client's report, and its answer; None if an error came instead, or if it is unusable."""
+        for reply in replies:
+            client = self.registry.client_of(reply.metadata.src_node_id)
             if client is None or client not in self.log:
                 continue
             report = self.log[client]
-            if message.has_error():
-                report.fail(message.error)
-                on_error(client, report.status)
-                continue
-            if (found := report.take(message, partial(self._read, report, read))) is not None:
-                yield client, found[0]
+            answer = report.take(reply)
+            if reply.has_error() and report.status == "crashed":
+                self.note_crash(client, self.tasks[client].round)
+            yield report, answer
 
-    def _read(self, report: ClientReport, read: Callable[[int, Answer], Read], answer: Answer) -> tuple[Read] | None:
-        metrics: dict[str, Any] = dict(answer.metrics)
-        report.evaluation_peak = metrics.get("measured-peak", 0)
-        report.evaluation_predicted = metrics.get("predicted-peak", 0)
-        report.client_budget = metrics.get("budget", self.tasks[report.client].budget)
-        if answer.outcome.status != "ok":
-            report.end(answer.outcome.status, answer.outcome.reason)
-            self.weight_cache.forget(report.client, answer.outcome.missing)
-            return None
-        found = read(report.client, answer)
-        report.end("ok")
-        return (found,)
+    def note_delivered(self, replies: Iterable[Message]) -> None:
+        """Record from clients' replies which frozen units arrived."""
+        for report, answer in self._received(replies):
+            if answer is not None:
+                report.add_note(answer.outcome.note)
+                self.weight_cache.note(report.client, answer.outcome.missing)
+
+    def answers(
+        self,
+        replies: Iterable[Message],
+        read: Callable[[ClientReport, Answer], Read],
+        note: Callable[[ClientReport, Answer], None] = ClientReport.read,
+    ) -> Iterator[tuple[ClientReport, Read]]:
+        """Yield (report, what `read` makes of its answer) for each client that did its task (`read` below)."""
+        for report, answer in self._received(replies):
+            if answer is not None and (found := self.read(report, answer, read, note)) is not None:
+                yield report, found
+
+    def read(
+        self,
+        report: ClientReport,
+        answer: Answer,
+        read: Callable[[ClientReport, Answer], Read],
+        note: Callable[[ClientReport, Answer], None] = ClientReport.read,
+    ) -> Read | None:
+        """Return what `read` makes of the answer of a client that did its task; None if it did not, or the answer is rejected.
+
+        Each figure of an answer is in range. `note` is given every answer. What `note` and `read` raise of UNUSABLE rejects it.
+        """
+        outcome = answer.outcome
+        with report.rejecting():
+            note(report, answer)
+            if outcome.status == "ok":
+                found = read(report, answer)
+                report.end("ok")
+                return found
+            report.end(outcome.status, outcome.reason)
+            report.needed, report.allowed = outcome.needed, outcome.allowed
+            self.weight_cache.forget(report.client, outcome.missing)
+        return None
 
     def reject(self, client: int, reason: str) -> None:
         """Record that a client's answer is invalid and does not count."""
@@ -105,15 +129,15 @@ class Dispatcher:
         """Return as JSON values who answered, who did not and why, and what the clients used of their budgets."""
         rest = [report for report in self.log.values() if report.status != "ok"]
         budgets = {c: min(self.tasks[c].budget, r.client_budget or self.tasks[c].budget) for c, r in self.log.items()}
-        peaks = [r.evaluation_peak / budgets[c] for c, r in self.log.items() if is_limit(budgets[c])]
+        peaks = [r.measured_peak / budgets[c] for c, r in self.log.items() if is_limit(budgets[c])]
         return {
             "asked": len(self.log),
             "answered": len(self.log) - len(rest),
             "peak_over_budget": max(peaks, default=None),
             "peaks": [
-                {"client": c, "predicted": r.evaluation_predicted, "measured": r.evaluation_peak}
+                {"client": c, "predicted": r.predicted_peak, "measured": r.measured_peak}
                 for c, r in self.log.items()
-                if r.evaluation_peak
+                if r.measured_peak
             ],
             "others": [{"client": r.client, "status": r.status, "reason": r.reason} for r in rest],
         }

@@ -1,23 +1,21 @@
 """The report of one client in one round, for the records."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from flwr.app import Error, Message
+from flwr.app import Message
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import UpdateRejectedError
 from piecework.federation.faults import status_of
 from piecework.models.work_item import WorkItem
-from piecework.planning.costs import CostModel
 from piecework.planning.counts import bits, dense_flops
 from piecework.planning.cut import Cut
 from piecework.planning.timing import local_work, work_flops, work_seconds
 from piecework.training.answers import UNUSABLE, Answer, AnswerError, printable, read_answer
 from piecework.training.messages import Task, content_bytes
-
-Read = TypeVar("Read")
 
 
 @dataclass
@@ -80,21 +78,27 @@ class ClientReport:
         """Set the status and its reason, without control characters."""
         self.status, self.reason = status, printable(reason)
 
-    def fail(self, error: Error) -> None:
-        """Set the status and the reason of an error that came instead of an answer."""
-        self.end(status_of(error), f"error {error.code}: {error.reason}")
-
-    def take(self, message: Message, read: Callable[[Answer], Read]) -> Read | None:
-        """Return what `read` makes of a client's answer, or None if it is unusable: then this client's answer is rejected.
+    def take(self, reply: Message) -> Answer | None:
+        """Return a client's answer; None if an error came instead, or it is unusable: status and reason then say so.
 
         All answers of clients are read here, or when a node is admitted (ClientRegistry): what they hold is in range.
         """
+        if reply.has_error():
+            self.end(status_of(reply.error), f"error {reply.error.code}: {reply.error.reason}")
+            return None
+
+        with self.rejecting():
+            self.bytes_up += content_bytes(reply.content)
+            return read_answer(reply.content)
+        return None
+
+    @contextmanager
+    def rejecting(self) -> Iterator[None]:
+        """Reject the client's answer if what is done here raises an error of UNUSABLE."""
         try:
-            self.bytes_up += content_bytes(message.content)
-            return read(read_answer(message.content))
+            yield
         except UNUSABLE as error:
             self.end("rejected", str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}")
-            return None
 
     def account(
         self,
@@ -102,8 +106,7 @@ class ClientReport:
         seen: list[int],
         task: Task,
         state: DeviceState,
-        policy: Cut,
-        cost_model: CostModel,
+        cut: Cut,
         executed: float = 1.0,
     ) -> None:
         """Fill in FLOPs and simulated seconds of the work items `done`, each on that many examples (`seen`).
@@ -119,26 +122,30 @@ class ClientReport:
             )
         if not self.examples:
             raise UpdateRejectedError("num-examples is 0: it must be a positive integer")
-        _, most = local_work(policy.settings, self.examples)
+        _, most = local_work(cut.settings, self.examples)
         if strange := [n for n in seen if n > most]:
             raise UpdateRejectedError(
                 f"seen is {strange[0]}: a work item trains on at most {most} of {self.examples} examples"
             )
         self.pieces = [list(item.learns or item.atoms) for item in done]
-        parts = [policy.part(item) for item in done]
+        parts = [cut.part(item) for item in done]
+        # Clean rounds of adversarial training cost steps without an attack.
+        cost_model = cut.cost_model if task.adversarial else cut.cost_model.unattacked
         self.step = "; ".join(dict.fromkeys(filter(None, (part.step for part in parts))))
         self.flops = work_flops(cost_model, parts, seen, executed)
         if self.step:
             plain = [replace(part, micro_batch=0, recompute=()) for part in parts]
             self.step_flops = self.flops / work_flops(cost_model, plain, seen, executed)
-        self.counted_bits = bits(*policy.values(parts))
+        self.counted_bits = bits(*cut.values(parts))
         dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))
         self.counted_flops = executed * dense
         wire = self.bytes_down, self.bytes_up
-        self.simulated_seconds = work_seconds(policy, cost_model, parts, seen, state, wire, executed)
+        self.simulated_seconds = work_seconds(cut, cost_model, parts, seen, state, wire, executed)
 
-    def read(self, metrics: Mapping[str, Any]) -> None:
-        """Copy the metrics that a client reported, which are in range."""
+    def read(self, answer: Answer) -> None:
+        """Copy the remark and the metrics of an answer, which are in range."""
+        self.add_note(answer.outcome.note)
+        metrics: Mapping[str, Any] = answer.metrics
         self.client_budget = metrics.get("budget", self.budget)
         self.budget = min(self.budget, self.client_budget)
         self.message_bytes, self.measured_peak = metrics.get("message-bytes", 0), metrics.get("measured-peak", 0)

@@ -63,7 +63,7 @@ class WeightCache:
         self.unreached: set[int] = set()
         self._address = experiment_id, state_dir
         self._held: dict[int, Holdings] = {}
-        self._sent: dict[int, list[str]] = {}
+        self._sent: dict[int, Holdings] = {}
         self._hashes: dict[str, tuple[list[bytes], str]] = {}
 
     def hashes(self, arrays: ArrayRecord, units: Iterable[str]) -> dict[str, str]:
@@ -87,7 +87,7 @@ class WeightCache:
     ) -> Iterator[Iterator[Message]]:
         """Yield batches of messages with the frozen units that clients miss, one message per client in each batch.
 
-        The first batch queries clients whose holdings are unknown. The replies to a batch must be passed to `note` before the
+        The first batch queries clients whose holdings are unknown. The answers to a batch must be passed to `note` before the
         next batch is requested.
         """
         for client in self.unreached:
@@ -124,13 +124,14 @@ class WeightCache:
         bring: bool,
     ) -> Iterator[Message]:
         for client, units in batch.items():
-            self._sent[client] = [tasks[client].frozen[unit] for unit in units]
+            hashes, node = [tasks[client].frozen[unit] for unit in units], self.registry.members[client].node_id
+            self._sent[client] = Holdings(node, set(hashes))
             self.unreached.add(client)
             experiment_id, state_dir = self._address
             brought = units_of(arrays, units).values() if bring else []
             content = RecordDict(
                 {
-                    "question": Question(experiment_id, state_dir, self._sent[client]).to_record(),
+                    "question": Question(experiment_id, state_dir, hashes).to_record(),
                     "arrays": pack((name, array) for unit in brought for name, array in unit.items()),
                 }
             )
@@ -138,27 +139,16 @@ class WeightCache:
             reports[client].reason = "no answer to its frozen units within messages.round-timeout"
             yield Message(
                 content,
-                dst_node_id=self.registry.members[client].node_id,
+                dst_node_id=node,
                 message_type="query.units",
                 group_id=str(tasks[client].round),
                 ttl=MESSAGE_LIFETIME * self.settings.messages.round_timeout,
             )
 
-    def note(self, replies: Iterable[Message], reports: Mapping[int, ClientReport]) -> Iterator[tuple[int, Message]]:
-        """Record which units arrived, from clients' replies. Yields (client, message) for each reply that is an error."""
-        for message in replies:
-            client = self.registry.client_of(message.metadata.src_node_id)
-            if client is None or client not in self._sent or client not in reports:
-                continue
-            if message.has_error():
-                yield client, message
-                continue
-            report = reports[client]
-            if (outcome := report.take(message, lambda answer: answer.outcome)) is None:
-                continue
-            report.add_note(outcome.note)
-            arrived = set(self._sent[client]) - set(outcome.missing)
-            self._held.setdefault(client, Holdings(message.metadata.src_node_id)).hashes |= arrived
+    def note(self, client: int, missing: Iterable[str]) -> None:
+        """Record from a client's answer that the units of its last message arrived, but for those of these hashes."""
+        if (sent := self._sent.get(client)) is not None:
+            self._held.setdefault(client, Holdings(sent.node)).hashes |= sent.hashes - set(missing)
             self.unreached.discard(client)
 
     def forget(self, client: int, hashes: Iterable[str]) -> None:

@@ -24,12 +24,12 @@ class Assembly:
         self,
         grid: Grid,
         transport: Transport,
-        strategy: MethodServer,
+        server: MethodServer,
         deadlines: Deadlines,
         tasks: list[dict[str, Any]],
     ) -> None:
-        self.grid, self.transport, self.strategy, self.deadlines = grid, transport, strategy, deadlines
-        self.settings, self.registry = strategy.settings, strategy.registry
+        self.grid, self.transport, self.server, self.deadlines = grid, transport, server, deadlines
+        self.settings, self.registry = server.settings, server.registry
         self.stragglers = Stragglers(tasks)
 
     def pass_time(self, server_round: int) -> None:
@@ -37,9 +37,9 @@ class Assembly:
 
         Those are not asked to measure batch norms.
         """
-        seconds = training_seconds(self.strategy)
+        seconds = training_seconds(self.server)
         self.stragglers.wait(seconds)
-        for report in self.strategy.round.reports.values() if self.settings.simulated else ():
+        for report in self.server.round.reports.values() if self.settings.simulated else ():
             if report.status == "late":
                 done = self.deadlines.simulated_task(report)
                 self.stragglers.add(report.client, server_round, done.total - seconds, (report.device, *done))
@@ -52,16 +52,17 @@ class Assembly:
         """
         late, deadline = [], time.monotonic() + self.settings.messages.node_timeout
         waited, few = 0.0, self.settings.least
-        self.strategy.late.begin()
+        self.server.late.begin()
         while True:
             for sent, reply, seconds in self.transport.late():
                 client = self.registry.client_of(sent.node_id)
                 status = status_of(reply.error) if reply.has_error() else "ok"
                 if client is not None:
-                    self.strategy.gate.note_error(client, sent.server_round, status)
+                    if status == "crashed":
+                        self.server.note_crash(client, sent.server_round)
                     self.deadlines.came_late(client, sent, reply, seconds)
                     if sent.kind == TRAIN:
-                        self.strategy.late.receive(sent.server_round, client, reply)
+                        self.server.late.receive(self.server.round, sent.server_round, client, reply)
                 late.append({"client": client, "round": sent.server_round, "status": status})
             self.registry.update(self.grid)
             while len(self._idle()) < few and (more := self.stragglers.until_next()):
@@ -71,7 +72,7 @@ class Assembly:
                 if task.get("done"):
                     device, *done = task["done"]
                     self.deadlines.note_simulated(task["client"], device, Done(*done))
-                self.strategy.late.arrive(task["round"], task["client"])
+                self.server.late.arrive(task["round"], task["client"])
                 late.append({"client": task["client"], "round": task["round"], "status": "ok"})
             enough = len(self._idle()) >= few
             if (enough and not self.registry.incomplete()) or time.monotonic() > deadline:

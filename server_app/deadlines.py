@@ -1,7 +1,6 @@
 """How long each answer of a round is awaited, really or on the simulated clock, by the pace of the clients."""
 
 import math
-from contextlib import suppress
 from typing import Any
 
 from flwr.app import Message
@@ -12,7 +11,6 @@ from piecework.federation.reports import ClientReport
 from piecework.federation.transport import Sent
 from piecework.planning.timing import local_work, work_flops
 from piecework.strategies.server import MethodServer
-from piecework.training.answers import UNUSABLE, read_answer
 from piecework.training.messages import Task
 
 TRAIN = "train"  # the kind of training messages
@@ -29,14 +27,14 @@ class Deadlines:
     `values` are those of a checkpoint. The paces in it are of one clock, and are forgotten if the run goes on by another.
     """
 
-    def __init__(self, strategy: MethodServer, values: dict[str, Any]) -> None:
-        self.strategy, self.settings, self.registry = strategy, strategy.settings, strategy.registry
+    def __init__(self, server: MethodServer, values: dict[str, Any]) -> None:
+        self.server, self.settings, self.registry = server, server.settings, server.registry
         self.simulated, faults = self.settings.simulated, self.settings.faults
         longest = math.inf if self.simulated else self.settings.messages.round_timeout
         self.pace = Pace(faults.deadline_factor, faults.deadline_floor, longest)
         if values and values["simulated"] == self.simulated:
             self.pace.restore(values["clients"])
-        strategy.gate.deadline = self._on_simulated_clock
+        server.gate.deadline = self._on_simulated_clock
         self._works: dict[int, tuple[str, float]] = {}  # device and FLOPs of each client's last task
         self._answered: dict[int, tuple[Sent, float]] = {}
         self._given_up: dict[int, float] = {}
@@ -48,8 +46,8 @@ class Deadlines:
     def begin(self) -> None:
         """Prepare for the tasks of a round, which the strategy has just made."""
         self._answered, self._given_up = {}, {}
-        for client, task in self.strategy.dispatcher.tasks.items():
-            self._works[client] = self.strategy.round.reports[client].device, self._work(client, task)
+        for client, task in self.server.dispatcher.tasks.items():
+            self._works[client] = self.server.round.reports[client].device, self._work(client, task)
 
     def _work(self, client: int, task: Task) -> float:
         """Return the FLOPs of all work items in a task's cost list, on the client's examples; 0 if there are no deadlines.
@@ -58,10 +56,10 @@ class Deadlines:
         """
         if not self.settings.faults.deadline_factor:
             return 0.0
-        policy = self.strategy.method.cut
-        cost_model = policy.cost_model if task.adversarial else policy.cost_model.unattacked
+        cut = self.server.method.cut
+        cost_model = cut.cost_model if task.adversarial else cut.cost_model.unattacked
         _, seen = local_work(self.settings, self.registry.members[client].examples)
-        parts = [policy.part(item) for item in task.costs]
+        parts = [cut.part(item) for item in task.costs]
         return max(1.0, work_flops(cost_model, parts, [seen] * len(parts)))
 
     def seconds(self, sent: Sent) -> float:
@@ -72,10 +70,10 @@ class Deadlines:
     def _in_force(self, sent: Sent) -> bool:
         """Return whether enough clients have answered: trained, or taken in their frozen units."""
         if sent.kind != TRAIN:
-            there = len(self.strategy.round.reports) - len(self.strategy.weight_cache.unreached)
+            there = len(self.server.round.reports) - len(self.server.weight_cache.unreached)
         else:
-            there = sum(report.status == "ok" for report in self.strategy.round.reports.values())
-        return there >= self.strategy.gate.before_deadlines()
+            there = sum(report.status == "ok" for report in self.server.round.reports.values())
+        return there >= self.server.gate.before_deadlines(self.server.round)
 
     def _deadline(self, sent: Sent) -> float:
         client = self.registry.client_of(sent.node_id)
@@ -88,9 +86,9 @@ class Deadlines:
         """Take note of how long the answer to a message was awaited. If it came, it is read after this."""
         self._note_answers()
         client = self.registry.client_of(sent.node_id)
-        if client is None or client not in self.strategy.round.reports:
+        if client is None or client not in self.server.round.reports:
             return
-        report, deadline = self.strategy.round.reports[client], self._deadline(sent)
+        report, deadline = self.server.round.reports[client], self._deadline(sent)
         report.waited_seconds = waited
         report.deadline_seconds = deadline if deadline < self.pace.longest else None
         if not answered and self._in_force(sent) and deadline <= waited < self.pace.longest:
@@ -101,7 +99,7 @@ class Deadlines:
     def _note_answers(self) -> None:
         """Note the pace of the clients whose answers have come and been read."""
         for client, (sent, waited) in self._answered.items():
-            report = self.strategy.round.reports[client]
+            report = self.server.round.reports[client]
             if report.status in TRAINED:
                 self._note(client, report.seconds, waited, sent.bytes)
         self._answered = {}
@@ -114,17 +112,14 @@ class Deadlines:
 
     def came_late(self, client: int, sent: Sent, reply: Message, seconds: float) -> None:
         """Note the pace of a client whose answer came `seconds` after its task, so that the next one is awaited longer."""
-        if sent.kind != TRAIN or reply.has_error():
-            return
-        with suppress(*UNUSABLE):
-            answer = read_answer(reply.content)
-            metrics: dict[str, Any] = dict(answer.metrics)
-            if answer.outcome.status in TRAINED:
-                self._note(client, metrics.get("seconds", 0.0), seconds, sent.bytes)
+        report = ClientReport(client, "", 0)
+        if sent.kind == TRAIN and (answer := report.take(reply)) is not None and answer.outcome.status == "ok":
+            report.read(answer)
+            self._note(client, report.seconds, seconds, sent.bytes)
 
     def finish(self) -> None:
         """End the training of a round: clients that were given up are late."""
-        reports = self.strategy.round.reports
+        reports = self.server.round.reports
         if not self.simulated:
             self._note_answers()
         for client, deadline in self._given_up.items():
@@ -140,8 +135,8 @@ class Deadlines:
 
     def simulated_task(self, report: ClientReport) -> Done:
         """Return what a client did in this round, on the simulated clock."""
-        _, state = self.strategy.asked_of(report.client)
-        network = simulated_seconds(state, 0, report.bytes_down, report.bytes_up)
+        device = self.server.round.assigned[report.client].device
+        network = simulated_seconds(device, 0, report.bytes_down, report.bytes_up)
         total, (_, work) = report.simulated_seconds, self._works[report.client]
         return Done(total - network, total, work, report.bytes_down)
 

@@ -18,7 +18,7 @@ def evaluate_device_models(
     arrays: ArrayRecord,
     part: tuple[Piece, str],
     evaluate: Evaluator,
-    measure: Callable[[ServedModel], None],
+    measure: Callable[[ServedModel], object],
 ) -> Found:
     """Return the accuracy of each model that devices deploy, and how many clients do, by the model's name.
 
@@ -26,8 +26,8 @@ def evaluate_device_models(
     than the served one. A model that none of them could measure is left out.
     """
     found: Found = {}
-    for model in served.strategy.serving.device_models(server_round):
-        own = served if model.variant == served.serving.variant else ServedModel(served.strategy, model)
+    for model in served.server.serving.device_models(server_round):
+        own = served if model.variant == served.serving.variant else ServedModel(served.server, model)
         atoms, head = model.part or part
         if own is not served and not own.is_of(arrays, atoms, head):
             measure(own)

@@ -8,21 +8,21 @@ from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.strategies.server import MethodServer
 
 
-def remedies(strategy: MethodServer, refused: Sequence[dict[str, Any]]) -> list[str]:
+def remedies(server: MethodServer, refused: Sequence[dict[str, Any]]) -> list[str]:
     """Return the remedies, a line each; `refused` are the clients' entries of the round's record."""
-    policy = strategy.method.cut
-    whole = policy.stage_count == 1 and not (policy.can.cuts or policy.can.adapts or policy.cost_model.ways)
-    found = whole_in_less(strategy, refused) if whole else []
-    if not policy.can.cuts:
+    cut = server.method.cut
+    whole = cut.stage_count == 1 and not (cut.can.cuts or cut.can.adapts or cut.cost_model.ways)
+    found = whole_in_less(server, refused) if whole else []
+    if not cut.can.cuts:
         found.append("strategy = fedepth trains the whole model in pieces")
     found.append("training.batch-size or architecture.width may be smaller, or the fleet may have more memory")
     return [f"{'try' if number == 0 else 'or'}: {remedy}" for number, remedy in enumerate(found)]
 
 
-def whole_in_less(strategy: MethodServer, refused: Sequence[dict[str, Any]]) -> list[str]:
+def whole_in_less(server: MethodServer, refused: Sequence[dict[str, Any]]) -> list[str]:
     """Return what `memory.fit` would do, in a list of at most one remedy; none if it helps no refusing client."""
     allowed = [client.get("allowed") or client["budget"] for client in refused]
-    found = in_less_memory(strategy.method.cut.cost_model, strategy.method.cut.part(strategy.method.cut.whole), allowed)
+    found = in_less_memory(server.method.cut.cost_model, server.method.cut.part(server.method.cut.whole), allowed)
     able = {c["device"] for c, amount in zip(refused, allowed, strict=True) if found and amount >= found.least}
     if found is None or not able:
         return []

@@ -123,7 +123,7 @@ class ModelEvaluation:
 
 
 def record_of(
-    strategy: MethodServer,
+    server: MethodServer,
     server_round: int,
     opening: Opening,
     training: TrainingPhase,
@@ -133,30 +133,30 @@ def record_of(
     seconds: float,
 ) -> RoundRecord:
     """Return the record of the round that a strategy has just finished. `seconds` is the duration of the round."""
-    registry, reports = strategy.registry, list(strategy.round.reports.values())
+    registry, reports = server.registry, list(server.round.reports.values())
     return RoundRecord(
         round=server_round,
-        stage=strategy.method.progress.stage,
-        lr=strategy.rate(server_round),
-        lr_schedule=describe(strategy.settings),
+        stage=server.method.progress.stage,
+        lr=server.rate(server_round),
+        lr_schedule=describe(server.settings),
         init_weights=init_weights,
-        details={**strategy.method.details(strategy.round), **strategy.method.evaluation_details},
-        **accuracies(evaluation, personal=strategy.method.personal),
+        details={**server.method.details(server.round), **server.method.evaluation_details},
+        **accuracies(evaluation, personal=server.method.personal),
         train_loss=metric(training.metrics, "train-loss"),
         distillation_loss=metric(training.metrics, "distillation-loss"),
-        clients_evaluated=strategy.evaluation.evaluated,
+        clients_evaluated=sum(bool(each.get("val-examples")) for each in server.round.answers.values()),
         accuracy_by_device=accuracy_by_device(reports),
         aggregated=training.aggregated,
         examples=sum(member.examples for member in registry.members.values()),
-        trained=trained_rows_of(strategy, training.aggregated),
+        trained=trained_rows_of(server, training.aggregated),
         **counts(reports),
         late_replies=opening.late_replies,
-        **strategy.late.recorded,
+        **server.late.recorded,
         busy=opening.busy,
         devices=registry.devices(),
         unusable_nodes=registry.unusable(),
-        warning=too_many_asked(strategy.settings, registry.clients),
-        excluded=[{"client": c, "crashes": n} for c, n in sorted(strategy.cohort.excluded.items())],
+        warning=too_many_asked(server.settings, registry.clients),
+        excluded=[{"client": c, "crashes": n} for c, n in sorted(server.round.excluded.items())],
         bytes_down=sum(report.bytes_down for report in reports),
         bytes_up=sum(report.bytes_up for report in reports) + registry.take_query_bytes(),
         bytes_evaluation=evaluation.message_bytes,
@@ -165,10 +165,10 @@ def record_of(
         statistics=evaluation.statistics,
         evaluation=evaluation.answers,
         query=opening.query,
-        enforced=strategy.enforced,
+        enforced=server.enforced,
         seconds=seconds,
         train_seconds=training.seconds,
-        simulated_seconds=opening.waited + training_seconds(strategy),
+        simulated_seconds=opening.waited + training_seconds(server),
         clients=reports,
     )
 
@@ -179,12 +179,12 @@ def counts(reports: Sequence[ClientReport]) -> dict[str, Any]:
     return {"asked": len(reports), "answered": answered, "failed": len(reports) - answered}
 
 
-def training_seconds(strategy: MethodServer) -> float:
+def training_seconds(server: MethodServer) -> float:
     """Return the simulated seconds of the round's training: of its slowest client, or until it did not wait any more."""
-    reports = strategy.round.reports.values()
-    if strategy.settings.simulated:
+    reports = server.round.reports.values()
+    if server.settings.simulated:
         return round_seconds(report.waited_seconds for report in reports)
-    return min(round_seconds(report.simulated_seconds for report in reports), strategy.gate.closed_at)
+    return min(round_seconds(report.simulated_seconds for report in reports), server.round.closed_at)
 
 
 def accuracies(evaluation: ModelEvaluation, *, personal: bool) -> dict[str, Any]:
@@ -201,15 +201,15 @@ def accuracies(evaluation: ModelEvaluation, *, personal: bool) -> dict[str, Any]
     }
 
 
-def trained_rows_of(strategy: MethodServer, aggregated: bool) -> list[Row]:
+def trained_rows_of(server: MethodServer, aggregated: bool) -> list[Row]:
     """Return who trained each part of the model in this round: clients with accepted updates, if there is a new model."""
-    accepted = [report for report in strategy.round.reports.values() if aggregated and report.status == "ok"]
+    accepted = [report for report in server.round.reports.values() if aggregated and report.status == "ok"]
     trained = {report.client: report.trained for report in accepted}
-    for late in strategy.late.used:
+    for late in server.late.used:
         trained[late["client"]] = [*trained.get(late["client"], []), *late["trained"]]
-    examples = {client: member.examples for client, member in strategy.registry.members.items()}
-    distilled = bool(trained) and strategy.method.cut.can.untrained == "distilled"
-    return trained_rows([*part_names(strategy.method.cut.blueprint).values()], trained, examples, distilled=distilled)
+    examples = {client: member.examples for client, member in server.registry.members.items()}
+    distilled = bool(trained) and server.method.cut.can.untrained == "distilled"
+    return trained_rows([*part_names(server.method.cut.blueprint).values()], trained, examples, distilled=distilled)
 
 
 def metric(metrics: MetricRecord | None, key: str) -> float | None:

@@ -3,12 +3,13 @@
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from piecework.client_app.disk import StorageError
@@ -45,6 +46,7 @@ from piecework.training.setup import blueprint_for, image_attack
 
 LOG = logging.getLogger("piecework")
 OnRound = Callable[[dict[str, Any]], None]
+Found = TypeVar("Found")
 
 
 class Run:
@@ -69,21 +71,21 @@ class Run:
         # A resumed run may have more rounds, but its learning rates follow the schedule of the first start.
         planned = settings.changed({"training.lr-rounds": self.values["lr-rounds"]})
         experiment = Experiment(planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir)
-        self.strategy: MethodServer = MethodServer(experiment, find_method(settings.strategy))
+        self.server: MethodServer = MethodServer(experiment, find_method(settings.strategy))
         if checkpoint is not None:
-            self.strategy.method.state = type(self.strategy.method.state).from_values(self.values["strategy-state"])
-        self.deadlines = Deadlines(self.strategy, self.values["pace"])
+            self.server.method.state = type(self.server.method.state).from_values(self.values["strategy-state"])
+        self.deadlines = Deadlines(self.server, self.values["pace"])
         stragglers = self.values["stragglers"]
-        self.assembly = Assembly(self.grid, self.transport, self.strategy, self.deadlines, stragglers)
-        to_come = self.strategy.method.schedule(self.values["round"] + 1, settings.num_rounds)
+        self.assembly = Assembly(self.grid, self.transport, self.server, self.deadlines, stragglers)
+        to_come = self.server.method.schedule(self.values["round"] + 1, settings.num_rounds)
         require_rates(planned, to_come, str(run_dir.path) if checkpoint is not None else "")
         self.arrays = checkpoint.arrays if checkpoint is not None else ArrayRecord()
-        self.served = ServedModel(self.strategy)
+        self.served = ServedModel(self.server)
         if checkpoint is not None:
-            kept = self.strategy.late.restore(self.values["late"], checkpoint.kept)
-            self.strategy.method.kept = self.served.restore(kept)
+            kept = self.server.late.restore(self.values["late"], checkpoint.kept)
+            self.server.method.kept = self.served.restore(kept)
         attack, attacked = None, settings.evaluation.attack_examples
-        if self.strategy.attacks:
+        if self.server.attacks:
             attack = image_attack(settings, self.data, settings.evaluation.attack_steps)
         self.evaluate = Evaluator(blueprint, self.data, settings.evaluation.batch_size, attack, attacked, settings.seed)
 
@@ -108,12 +110,12 @@ class Run:
 
     def run(self, on_round: OnRound) -> str:
         """Run all remaining rounds and write the model. Returns "completed". Raises RunAbortedError or TooFewNodesError."""
-        settings, strategy = self.settings, self.strategy
+        settings, server = self.settings, self.server
         doing("waiting for the clients")
         self.wait_for_clients()
-        self.run_dir.write_coverage(check_coverage(strategy))
+        self.run_dir.write_coverage(check_coverage(server))
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
-            if strategy.method.progress.finished:
+            if server.method.progress.finished:
                 break
             record = self.one_round(server_round)
             values = record.to_values()
@@ -122,12 +124,12 @@ class Run:
             on_round(values)
             if self.values["empty-rounds"] >= settings.faults.max_empty_rounds:
                 raise RunAbortedError(
-                    empty_round_message(values, strategy)
+                    empty_round_message(values, server)
                 )  # without a checkpoint, so that resuming repeats it
             self._checkpoint(server_round)
             if ends_early(self.values, record, settings):
                 break
-        for warning in stage_warnings(strategy, settings, self.values["round"]):
+        for warning in stage_warnings(server, settings, self.values["round"]):
             LOG.warning("%s", warning)
         self.finalize()
         return COMPLETED
@@ -137,46 +139,45 @@ class Run:
         self.registry.wait_for_clients(self.grid, self.settings.messages.node_timeout, self.settings.faults.min_clients)
         if warning := too_many_asked(self.settings, self.registry.clients):
             LOG.warning("%s; until then each round asks all of them", warning)
-        if self.strategy.method.personal and not any(member.test for member in self.registry.members.values()):
+        if self.server.method.personal and not any(member.test for member in self.registry.members.values()):
             raise ValueError(
                 "evaluation.mode is personal, but no client has a part of the test split: give them parts, as `piecework "
                 "export-data` does"
             )
-        self.strategy.method.begin(self.strategy.resources)
+        self.server.method.begin(self.server.resources)
         self.served.require_capable_client()
         self.served.resume(self.arrays)
-        self.evaluate.piece_class = self.strategy.method.piece_class
-        self.evaluate.prepare = self.strategy.method.prepare
+        self.evaluate.piece_class = self.server.method.piece_class
+        self.evaluate.prepare = self.server.method.prepare
         if not self.arrays:
             self.arrays = self._initial_arrays()
 
     def _initial_arrays(self) -> ArrayRecord:
-        arrays = self.strategy.method.initial()
+        arrays = self.server.method.initial()
         if self.settings.training.init_weights:
             path = Path(self.settings.training.init_weights)
-            taken, excluded = pretrained(path, self.strategy.method.cut.model)
+            taken, excluded = pretrained(path, self.server.method.cut.model)
             arrays |= taken
             self.values["init-weights"] = account(path, taken, excluded)
         return ArrayRecord({name: Array(value) for name, value in arrays.items()})
 
     def finalize(self) -> None:
         """Write the trained model, evaluate it if it is to be attacked, and delete the cached features of emulated clients."""
-        settings, strategy = self.settings, self.strategy
+        settings, server = self.settings, self.server
         doing("writing the trained model")
-        arrays, (atoms, head) = self.arrays, strategy.method.trained_model()
-        if isinstance(strategy.method, StagedMethod):
-            arrays, (atoms, head) = strategy.method.final(arrays), strategy.method.final_model()
+        arrays, (atoms, head) = self.arrays, server.method.trained_model()
+        if isinstance(server.method, StagedMethod):
+            arrays, (atoms, head) = server.method.final(arrays), server.method.final_model()
         early = self.values["round"] < settings.num_rounds
-        self._measure(
-            self.values["round"], arrays, (atoms, head), last=True, again=early and settings.norms == "static"
-        )
+        again = early and settings.norms == "static"
+        self._measure(self.served, self.values["round"], arrays, (atoms, head), last=True, again=again)
         if not self.served.is_of(arrays, atoms, head):
             raise RunAbortedError(
                 "no client could measure the batch norms of the trained model (architecture.batch-norm = "
                 f"{settings.norms}): "
-                f"{strategy.dispatcher.why_unanswered()}"
+                f"{server.dispatcher.why_unanswered()}"
             )
-        if not strategy.method.personal:
+        if not server.method.personal:
             self._evaluate_device_models(arrays, (atoms, head))
         arrays = self.served.complete(arrays)
         self.run_dir.save_model(
@@ -187,10 +188,10 @@ class Run:
                 "atoms": list(atoms),
                 "head": head,
                 "variant": self.served.variant.to_values(),
-                **strategy.method.model_details,
+                **server.method.model_details,
             },
         )
-        if strategy.attacks or settings.evaluation.autoattack_examples:
+        if server.attacks or settings.evaluation.autoattack_examples:
             if settings.evaluation.autoattack_examples:
                 LOG.warning(
                     "starting AutoAttack on %s images, which takes minutes to an hour",
@@ -198,8 +199,8 @@ class Run:
                 )
             self.evaluate.show(self.served.blueprint)
             found = final_evaluation(self.evaluate, arrays, atoms, head, settings)
-            self.run_dir.write_final(found | strategy.method.evaluation_details)
-        for folder in Path(strategy.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
+            self.run_dir.write_final(found | server.method.evaluation_details)
+        for folder in Path(server.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _evaluate_device_models(self, arrays: ArrayRecord, model: tuple[Piece, str]) -> None:
@@ -212,116 +213,112 @@ class Run:
             arrays,
             model,
             self.evaluate,
-            lambda served: self._ask_to_measure(served, last, arrays, model, last=False),
+            lambda served: self._measure(served, last, arrays, model, last=False),
         )
         if found:
             self.run_dir.write_models(found)
 
     def one_round(self, server_round: int) -> RoundRecord:
-        """Query clients, train, aggregate, evaluate and record; then let the strategy conclude the round, e.g. end a stage."""
+        """Survey the clients, train, evaluate and record; then let the method conclude the round, e.g. end a stage."""
         started = time.perf_counter()
         doing("round %s: training", server_round)
         model_bytes = sum(len(array.data) for array in self.arrays.values())
         self.grid.limit = reply_limit(self.settings.messages.max_bytes, model_bytes)
-        opening = self._open(server_round)
-        aggregated, metrics = self._train(server_round)
-        self.assembly.pass_time(server_round)
-        training = TrainingPhase(aggregated, metrics, time.perf_counter() - started)
+        opening = self._survey(server_round)
+        training = self._train(server_round, started)
         doing("round %s: evaluating", server_round)
         evaluation = self._evaluate(server_round)
+        taken = self.values.get("init-weights", "") if server_round == 1 else ""
+        seconds = time.perf_counter() - started
         record = record_of(
-            self.strategy,
-            server_round,
-            opening,
-            training,
-            evaluation,
-            init_weights=self.values.get("init-weights", "") if server_round == 1 else "",
-            seconds=time.perf_counter() - started,
+            self.server, server_round, opening, training, evaluation, init_weights=taken, seconds=seconds
         )
-        self.arrays = self.strategy.conclude(self.arrays)
+        self.arrays = self.server.conclude(self.arrays)
         return record
 
-    def _open(self, server_round: int) -> Opening:
-        """Wait for clients and send the pre-round query. Raises RunAbortedError if the answers do not suffice."""
-        late, waited = self.assembly.assemble()
-        busy = self.registry.busy_clients()
-        strategy = self.strategy
-        questions = configure_query(strategy, server_round, self.arrays, self.grid)
-        if questions is None:
-            return Opening(late, busy, None, 0, waited)
-        self._deliver(server_round)
-        if not aggregate_query(strategy, server_round, self.transport.exchange(server_round, questions)):
-            raise RunAbortedError(
-                f"no client could measure the features that {strategy.method.progress.stage} starts from: "
-                f"{strategy.dispatcher.why_unanswered()}"
-            )
-        return Opening(late, busy, strategy.dispatcher.account(), strategy.dispatcher.bytes(), waited)
-
-    def _train(self, server_round: int) -> tuple[bool, MetricRecord | None]:
-        """Have clients train. Returns whether that made a new model, and the aggregated metrics."""
-        messages = self.strategy.configure_train(server_round, self.arrays, ConfigRecord(), self.grid)
-        watch = self.deadlines if not self.settings.simulated else None
-        self.deadlines.begin()
-        self._deliver(server_round, watch)
+    def _exchange(
+        self,
+        server_round: int,
+        messages: Iterable[Message],
+        aggregate: Callable[[Iterable[Message]], Found],
+        watch: Watch | None = None,
+    ) -> Found:
+        """Deliver frozen units, then send the messages that were configured. Returns what `aggregate` makes of the replies."""
+        dispatcher = self.server.dispatcher
+        for batch in dispatcher.batches():
+            dispatcher.note_delivered(self.transport.exchange(server_round, batch, watch))
         # A round may end before all have answered.
         with closing(self.transport.exchange(server_round, messages, watch)) as replies:
-            arrays, metrics = self.strategy.aggregate_train(server_round, replies)
+            return aggregate(replies)
+
+    def _survey(self, server_round: int) -> Opening:
+        """Wait for clients and send the pre-round query. Raises RunAbortedError if the answers do not suffice."""
+        late, waited = self.assembly.assemble()
+        server, busy = self.server, self.registry.busy_clients()
+        questions = configure_query(server, server_round, self.arrays, self.grid)
+        if questions is None:
+            return Opening(late, busy, None, 0, waited)
+        if not self._exchange(server_round, questions, partial(aggregate_query, server)):
+            raise RunAbortedError(
+                f"no client could measure the features that {server.method.progress.stage} starts from: "
+                f"{server.dispatcher.why_unanswered()}"
+            )
+        return Opening(late, busy, server.dispatcher.account(), server.dispatcher.bytes(), waited)
+
+    def _train(self, server_round: int, started: float) -> TrainingPhase:
+        """Have clients train in a round that `started` at this time, and take in the new model if that made one."""
+        server, sent = self.server, self.arrays
+        messages = server.configure_train(server_round, sent, ConfigRecord(), self.grid)
+        self.deadlines.begin()
+        watch = self.deadlines if not self.settings.simulated else None
+        arrays, metrics = self._exchange(server_round, messages, partial(server.aggregate_train, server_round), watch)
         self.deadlines.finish()
-        self.strategy.late.close(server_round)
-        self.arrays = arrays if arrays is not None else self.arrays
-        return arrays is not None, metrics
+        server.late.close(server.round, sent)
+        self.arrays = arrays if arrays is not None else sent
+        self.assembly.pass_time(server_round)
+        return TrainingPhase(arrays is not None, metrics, time.perf_counter() - started)
 
     def _evaluate(self, server_round: int) -> ModelEvaluation:
         """Evaluate the new model if it is due: on the server, if its batch norms are known, and on clients."""
-        strategy, model = self.strategy, self.strategy.method.trained_model()
-        due = (
-            self.settings.evaluation_due(server_round)
-            and strategy.method.progress.measurable
-            and not strategy.method.personal
-        )
-        last = server_round == self.settings.num_rounds
-        statistics, measured_bytes = self._measure(server_round, self.arrays, model, last=last) if due else (None, 0)
-        questions = strategy.configure_evaluate(server_round, self.arrays, ConfigRecord(), self.grid)
-        self._deliver(server_round)
-        clients = strategy.aggregate_evaluate(server_round, self.transport.exchange(server_round, questions))
+        server, model, personal = self.server, self.server.method.trained_model(), self.server.method.personal
+        due = self.settings.evaluation_due(server_round) and server.method.progress.measurable and not personal
+        last, statistics, measured_bytes = server_round == self.settings.num_rounds, None, 0
+        if due:
+            statistics, measured_bytes = self._measure(self.served, server_round, self.arrays, model, last=last)
+        questions = server.configure_evaluate(server_round, self.arrays, ConfigRecord(), self.grid)
+        clients = self._exchange(server_round, questions, partial(server.aggregate_evaluate, server_round))
         known = due and self.served.is_of(self.arrays, *model)
         self.evaluate.show(self.served.blueprint)
         central = self.evaluate(self.served.complete(self.arrays), *model) if known else None
-        answers = strategy.dispatcher.account() if strategy.dispatcher.log else None
-        message_bytes, norms = (
-            measured_bytes + strategy.dispatcher.bytes(),
-            self.served.statistics_name(strategy.method.personal),
-        )
+        answers = server.dispatcher.account() if server.dispatcher.log else None
+        message_bytes, norms = measured_bytes + server.dispatcher.bytes(), self.served.statistics_name(personal)
         return ModelEvaluation(central, clients, answers, statistics, message_bytes, norms)
 
-    def _deliver(self, server_round: int, watch: Watch | None = None) -> None:
-        for batch in self.strategy.dispatcher.batches():
-            self.strategy.gate.delivered(self.transport.exchange(server_round, batch, watch))
-
     def _measure(
-        self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], *, last: bool, again: bool = False
+        self,
+        served: ServedModel,
+        server_round: int,
+        arrays: ArrayRecord,
+        model: tuple[Piece, str],
+        *,
+        last: bool,
+        again: bool = False,
     ) -> tuple[dict[str, Any] | None, int]:
-        """Have clients measure the batch norms of the model to be evaluated, unless they have (or, with `again`, even then).
+        """Have clients measure the batch norms of a model to be evaluated, unless they have (or, with `again`, even then).
 
         `last` says that the run ends with this model. Returns which clients measured, and message bytes.
         """
-        if self.served.is_of(arrays, *model) and not (again and self.served.statistics):
+        if served.is_of(arrays, *model) and not (again and served.statistics):
             return None, 0
-        self._ask_to_measure(self.served, server_round, arrays, model, last=last)
-        return self.strategy.dispatcher.account(), self.strategy.dispatcher.bytes()
-
-    def _ask_to_measure(
-        self, served: ServedModel, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], *, last: bool
-    ) -> None:
-        """Have clients measure the batch norms of a model."""
-        messages = served.configure(server_round, arrays, model, self.grid, last=last)
-        self._deliver(server_round)
-        if not served.aggregate(server_round, self.transport.exchange(server_round, messages)):
+        dispatcher = self.server.dispatcher
+        questions = served.configure(server_round, arrays, model, self.grid, last=last)
+        if not self._exchange(server_round, questions, served.aggregate):
             LOG.warning(
                 "round %s: no client measured the batch norms of the model, which is not evaluated: %s",
                 server_round,
-                self.strategy.dispatcher.why_unanswered(),
+                dispatcher.why_unanswered(),
             )
+        return dispatcher.account(), dispatcher.bytes()
 
     def _checkpoint(self, server_round: int) -> None:
         self.values |= {
@@ -329,12 +326,12 @@ class Run:
             "settings": self.settings.to_run_config(),
             "node-names": {str(client): name for client, name in self.registry.bound.items()},
             "pace": self.deadlines.to_values(),
-            "late": self.strategy.late.to_values(),
+            "late": self.server.late.to_values(),
             "stragglers": self.assembly.stragglers.tasks,
-            "strategy-state": self.strategy.method.state.to_values(),
+            "strategy-state": self.server.method.state.to_values(),
             "seconds": self.seconds(),
         }
-        kept = ArrayRecord({**self.strategy.method.kept, **self.strategy.late.kept(), **self.served.kept(self.arrays)})
+        kept = ArrayRecord({**self.server.method.kept, **self.server.late.kept(), **self.served.kept(self.arrays)})
         self.run_dir.save_checkpoint(self.arrays, self.values, kept)
 
 

@@ -11,7 +11,7 @@ These are the mean and variance over all clients' data together. The clients of 
 and at the end of the run. With `architecture.batch-norm = static`, all clients measure after the last round, as in that paper.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -29,6 +29,7 @@ from piecework.federation.aggregation import (
     require_within,
     spec_of,
 )
+from piecework.federation.reports import ClientReport
 from piecework.federation.weight_cache import without_units
 from piecework.models.cascade import Blueprint, unit_of
 from piecework.models.partition import Piece
@@ -37,6 +38,7 @@ from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.strategies.server import MethodServer
 from piecework.strategies.serving import DeviceModel
+from piecework.training.answers import Answer
 from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
 
@@ -47,8 +49,8 @@ KEPT = "served/"  # prefix of the names of statistics in a checkpoint
 class ServedModel:
     """The strategy's model as it is evaluated and saved, or a device's: with the `statistics` of batch norms, if measured."""
 
-    def __init__(self, strategy: MethodServer, model: DeviceModel | None = None) -> None:
-        self.strategy, self.serving = strategy, model or strategy.serving
+    def __init__(self, server: MethodServer, model: DeviceModel | None = None) -> None:
+        self.server, self.serving = server, model or server.serving
         self.statistics = ArrayRecord()
         self._of: tuple[ArrayRecord, Piece, str] | None = None
         self._weights: tuple[ArrayRecord, ArrayRecord] | None = None  # of the trained arrays, the served ones
@@ -57,12 +59,12 @@ class ServedModel:
     @property
     def measured(self) -> bool:
         """Whether clients measure the statistics of batch norms."""
-        return self.strategy.settings.measures_norms
+        return self.server.settings.measures_norms
 
     @cached_property
     def norms(self) -> str:
         """The kind of batch norm for the records: the resolved setting, or `none` if the model has no batch norms."""
-        return self.strategy.settings.norms if has_batch_norms(self.strategy.method.cut.model) else "none"
+        return self.server.settings.norms if has_batch_norms(self.server.method.cut.model) else "none"
 
     def statistics_name(self, personal: bool) -> str:
         """Return the statistics that evaluation used, for the records: with `personal`, clients use those of their batches."""
@@ -76,10 +78,10 @@ class ServedModel:
     @property
     def blueprint(self) -> Blueprint:
         """The blueprint of the model that is evaluated."""
-        strategy, variant = self.strategy, self.serving.variant
+        server, variant = self.server, self.serving.variant
         if variant not in self._blueprints:
-            trained = variant == strategy.method.cut.variant
-            plain = strategy.method.cut.model if trained else vary(strategy.method.cut.blueprint, variant)
+            trained = variant == server.method.cut.variant
+            plain = server.method.cut.model if trained else vary(server.method.cut.blueprint, variant)
             self._blueprints[variant] = with_statistics(plain) if self.measured else plain
         return self._blueprints[variant]
 
@@ -102,22 +104,22 @@ class ServedModel:
 
     def needed(self, atoms: Piece, head: str) -> int:
         """Return the bytes for measuring, atom by atom: the forward pass of the largest atom; the head runs with the last."""
-        cost, model = self.strategy.method.cut.cost_model.streamed, self.blueprint
+        cost, model = self.server.method.cut.cost_model.streamed, self.blueprint
         found: int = max(cost(model, atom, head if atom == atoms[-1] else None, measured=True) for atom in atoms)
         return found
 
     def require_capable_client(self) -> None:
         """Raise ValueError if clients cannot measure: they do not hold the served model, or none has enough memory."""
-        if self.measured and not self.strategy.method.can.measures:
+        if self.measured and not self.server.method.can.measures:
             raise ValueError(
-                f"architecture.batch-norm = {self.norms!r}: clients of {self.strategy.method.name} do not hold the model that "
+                f"architecture.batch-norm = {self.norms!r}: clients of {self.server.method.name} do not hold the model that "
                 "is served, so they cannot measure it; use running or batch"
             )
-        atoms, head = self.strategy.method.trained_model()
+        atoms, head = self.server.method.trained_model()
         if not self.is_of(ArrayRecord(), atoms, head):
-            needed, richest = self.needed(atoms, head), self.strategy.resources.richest
+            needed, richest = self.needed(atoms, head), self.server.resources.richest
             # If no client can even train, the first round reports that instead.
-            if needed > richest.allowed_bytes >= self.strategy.min_budget(1):
+            if needed > richest.allowed_bytes >= self.server.min_budget(1):
                 raise ValueError(
                     f"architecture.batch-norm = {self.norms!r}: measuring the batch norms of the served model, one atom at a "
                     f"time, needs {needed:,} bytes, and the richest client has {richest.budget_bytes:,}; lower "
@@ -128,66 +130,63 @@ class ServedModel:
         self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], grid: Grid, *, last: bool
     ) -> Iterable[Message]:
         """Yield the messages that ask clients to measure, if they have enough memory for it. `last`: the run ends here."""
-        strategy, (atoms, head) = self.strategy, model
+        server, (atoms, head) = self.server, model
         self.statistics, self._of = ArrayRecord(), (arrays, atoms, head)
         needed, weights = self.needed(atoms, head), self.weights(arrays)
         sent = ArrayRecord({name: array for name, array in weights.items() if unit_of(name) in {*units(atoms), head}})
-        frozen = strategy.frozen_units(server_round)
+        frozen = server.frozen_units(server_round)
         tasks = {
             client: self._with_frozen_hashes(self.task(client, server_round, model, needed), sent, frozen)
             for client in self.clients(server_round, grid, last=last)
-            if strategy.resources.affords(client, server_round, needed)
+            if server.resources.affords(client, server_round, needed)
         }
-        return strategy.dispatcher.configure(
+        return server.dispatcher.configure(
             "query.statistics", tasks, sent, lambda _, task, model: without_units(model, task.frozen)
         )
 
     def _with_frozen_hashes(self, task: Task, sent: ArrayRecord, frozen: Iterable[str]) -> Task:
         """Return the task with the content hashes of these frozen units."""
-        return self.strategy.weight_cache.with_frozen_hashes(task, sent, frozen)
+        return self.server.weight_cache.with_frozen_hashes(task, sent, frozen)
 
     def clients(self, server_round: int, grid: Grid, *, last: bool) -> list[int]:
         """Return the reachable clients that trained in the round, or a new sample for the round if there are none.
 
         With `static`, these are all reachable clients at the end of the run (`last`).
         """
-        strategy = self.strategy
-        if last and strategy.settings.norms == "static":
-            return strategy.registry.present(grid)
-        return [c for c in strategy.round.reports if strategy.evaluation.reachable(c)] or strategy.cohort.sample(
-            server_round, grid
-        )
+        if last and self.server.settings.norms == "static":
+            return self.server.registry.present(grid)
+        return self.server.reachable or self.server.draw(server_round, grid)
 
     def task(self, client: int, server_round: int, model: tuple[Piece, str], needed: int) -> Task:
         """Return the task with which a client measures; `needed` is its memory cost in bytes."""
-        strategy = self.strategy
-        experiment, state = strategy.experiment, strategy.resources.state(client, server_round)
+        server = self.server
+        experiment, state = server.experiment, server.resources.state(client, server_round)
         item = WorkItem(*model, self.variant, measured=True)
         return Task(
             experiment_id=experiment.experiment_id,
             round=server_round,
             state_round=server_round,
-            strategy=strategy.method.name,
+            strategy=server.method.name,
             budget=state.budget_bytes,
-            reference=strategy.resources.reference_bytes,
-            lr=learning_rate(strategy.settings, server_round),
+            reference=server.resources.reference_bytes,
+            lr=learning_rate(server.settings, server_round),
             state_dir=experiment.state_dir,
-            enforced=strategy.enforced,
+            enforced=server.enforced,
             costs={item: needed},
             atoms=list(item.atoms),
             head=item.head,
             variant=item.variant,
         )
 
-    def aggregate(self, server_round: int, replies: Iterable[Message]) -> bool:
+    def aggregate(self, replies: Iterable[Message]) -> bool:
         """Pool the statistics that clients measured. Returns whether there are any."""
-        strategy, moments = self.strategy, Moments()
-        dispatcher, factor = strategy.dispatcher, strategy.settings.faults.update_norm_limit
-        for client, update, limits in add_norm_limits(self.valid_statistics(server_round, replies), factor, ()):
+        server, moments = self.server, Moments()
+        valid = server.dispatcher.answers(replies, self.check_statistics)
+        for report, update, limits in add_norm_limits(valid, server.settings.faults.update_norm_limit, ()):
             try:
                 require_within(update.norms, limits)
             except UpdateRejectedError as error:
-                dispatcher.reject(client, str(error))
+                report.end("rejected", str(error))
                 continue
             moments.add(update.arrays, update.examples)
         self.statistics = moments.pool()
@@ -195,23 +194,17 @@ class ServedModel:
             self._of = None
         return bool(self.statistics)
 
-    def valid_statistics(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[int, CheckedUpdate]]:
-        """Yield each client's statistics if they are valid on their own. They are compared with other clients' later."""
-        strategy = self.strategy
-        return strategy.dispatcher.answers(
-            replies,
-            lambda client, status: strategy.gate.note_error(client, server_round, status),
-            lambda client, answer: self.check_statistics(client, answer.metrics, answer.arrays),
-        )
+    def check_statistics(self, report: ClientReport, answer: Answer) -> CheckedUpdate:
+        """Return a client's statistics and number of examples. They are compared with other clients' later.
 
-    def check_statistics(self, client: int, metrics: Mapping[str, object], arrays: ArrayRecord) -> CheckedUpdate:
-        """Return a client's statistics and number of examples. Raises UpdateRejectedError if they are invalid."""
+        Raises UpdateRejectedError if they are invalid on their own.
+        """
         atoms, head = self._of[1:] if self._of else ((), "head")
         blank = empty_statistics(self.blueprint, [*units(atoms), head])
         expected = ArrayRecord({name: Array(array) for name, array in blank.items()})
-        update = check_update(arrays, metrics.get("num-examples"), expected, spec_of(expected))
+        update = check_update(answer.arrays, answer.metrics.get("num-examples"), expected, spec_of(expected))
         require_all(update, expected)
-        if update.examples > (known := self.strategy.registry.members[client].examples):
+        if update.examples > (known := self.server.registry.members[report.client].examples):
             raise UpdateRejectedError(f"num-examples is {update.examples}: the client has {known}")
         for name, array in update.arrays.items():
             if (maximum := float(np.abs(array).max(initial=0))) > LARGEST:
@@ -233,7 +226,7 @@ class ServedModel:
     def resume(self, arrays: ArrayRecord) -> None:
         """Assign the restored statistics to the model of the checkpoint, which has these arrays."""
         if self.statistics:
-            self._of = arrays, *self.strategy.method.trained_model()
+            self._of = arrays, *self.server.method.trained_model()
 
 
 def is_same(one: ArrayRecord, other: ArrayRecord) -> bool:

@@ -14,12 +14,12 @@ from piecework.strategies.server import MethodServer
 LOG = logging.getLogger("piecework")
 
 
-def check_coverage(strategy: MethodServer) -> dict[str, Any]:
+def check_coverage(server: MethodServer) -> dict[str, Any]:
     """Return the coverage of the model by the connected clients, as JSON values, and log it.
 
     Raises ValueError if a part of the model would stay random and the settings do not allow that.
     """
-    found = describe_coverage(strategy.method, strategy.resources.trainers())
+    found = describe_coverage(server.method, server.resources.trainers())
     if found["level"] == "error":
         raise ValueError(found["says"])
     say(found)
@@ -33,17 +33,17 @@ def describe_coverage(planner: Planner, trainers: Mapping[int, Trainer]) -> dict
     return {"clients": len(trainers), "parts": rows, "level": finding.level, "says": finding.says}
 
 
-def pretrained_parts(policy: Cut) -> set[str]:
+def pretrained_parts(cut: Cut) -> set[str]:
     """Return the parts that start with weights from `training.init-weights`; all parts if that file is not here.
 
     A plan may be made on a machine that does not have the file.
     """
-    names, path = part_names(policy.blueprint), Path(policy.settings.training.init_weights)
-    if not policy.settings.training.init_weights:
+    names, path = part_names(cut.blueprint), Path(cut.settings.training.init_weights)
+    if not cut.settings.training.init_weights:
         return set()
     if not path.is_file():
         return set(names.values())
-    return {names[unit] for unit in pretrained_units(path, policy.blueprint)}
+    return {names[unit] for unit in pretrained_units(path, cut.blueprint)}
 
 
 def say(found: dict[str, Any]) -> None:

@@ -27,9 +27,9 @@ def accuracy_by_device(reports: list[ClientReport]) -> dict[str, float]:
     return {device: correct / count for device, (correct, count) in sorted(by_device.items())}
 
 
-def empty_round_message(record: dict[str, Any], strategy: MethodServer) -> str:
+def empty_round_message(record: dict[str, Any], server: MethodServer) -> str:
     """Return the error message for a round without a new model, which says why, and what to change."""
-    settings, clients, trained = strategy.settings, record["clients"], record["answered"]
+    settings, clients, trained = server.settings, record["clients"], record["answered"]
     refused = [c for c in clients if c["status"] == "memory"]
     who = (
         f"only {trained} clients trained (faults.min-clients = {settings.faults.min_clients})"
@@ -47,7 +47,7 @@ def empty_round_message(record: dict[str, Any], strategy: MethodServer) -> str:
     if counted := [c for c in refused if c["needed"]]:
         nearest = min(counted, key=lambda c: c["needed"] - c["budget"])
         lines.append(f"closest to fitting: client {nearest['client']} ({nearest['device']}): {nearest['reason']}")
-        lines += remedies(strategy, counted)
+        lines += remedies(server, counted)
     others = [c for c in clients if c["status"] not in ("ok", "memory")]
     lines += sorted({f"client {c['client']}: {c['reason']}" for c in others})[:3]
     return "\n".join(lines)
@@ -61,16 +61,16 @@ def how_stopped(run_dir: RunDir) -> tuple[str, str]:
     return STOPPED, f"stopped by a signal, {f'after round {last}' if last else 'before its first round was complete'}"
 
 
-def stage_warnings(strategy: MethodServer, settings: Settings, last_round: int) -> list[str]:
+def stage_warnings(server: MethodServer, settings: Settings, last_round: int) -> list[str]:
     """Return warnings if a run's stages and its rounds did not end together; an empty list if they did."""
-    if strategy.method.progress.finished:
+    if server.method.progress.finished:
         if not settings.resume_from or last_round >= settings.num_rounds:
             return []
         return [
             f"all stages ended after round {last_round} of num-rounds = {settings.num_rounds}: their lengths were planned when "
             "the run began, and a longer run begins again"
         ]
-    stage = strategy.method.progress.stage
+    stage = server.method.progress.stage
     if not stage or last_round != settings.num_rounds:
         return []
     return [f"num-rounds = {settings.num_rounds} ended before {stage} did: the model is the one trained so far"]

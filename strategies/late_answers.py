@@ -17,30 +17,18 @@ count less than new ones.
 Statistics of batch norms are no steps: a late client's own ones enter their mean, with the same weight.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message
 
-from piecework.device_profiles.profile import DeviceState
-from piecework.federation.aggregation import (
-    CheckedUpdate,
-    Norms,
-    UpdateRejectedError,
-    norm_limits,
-    require_within,
-)
+from piecework.federation.aggregation import CheckedUpdate, Norms, UpdateRejectedError, require_within
 from piecework.federation.reports import ClientReport
-from piecework.training.answers import Outcome
-from piecework.training.messages import Task
-
-if TYPE_CHECKING:
-    from piecework.strategies.server import MethodServer
+from piecework.strategies.method import Assigned, Round
+from piecework.strategies.update_gate import UpdateGate
 
 KEPT = "late/"  # of the names of its arrays in a checkpoint
-ReadTask = Callable[[ClientReport, Outcome, dict[str, Any], Task, DeviceState], None]
 Key = tuple[int, int]  # round and client
 
 
@@ -63,10 +51,9 @@ class Held:
 
 
 class Awaited(NamedTuple):
-    """The task of a late client on a real device, and the model that it was sent."""
+    """What a late client on a real device was asked, and the model that it was sent."""
 
-    task: Task
-    state: DeviceState
+    asked: Assigned
     report: ClientReport
     model: ArrayRecord
 
@@ -74,15 +61,13 @@ class Awaited(NamedTuple):
 class LateAnswers:
     """The late answers of a strategy that accepts them. A checkpoint holds those that have not been used.
 
-    `read` fills in the report of a client that did a task, from its answer.
-
-    On real devices an answer is read and checked when it comes, by the parser and the checks of all answers. Where clients are
+    On real devices an answer is read and checked when it comes, by the gate of all answers. Where clients are
     emulated it has been; it is held until its client's simulated seconds have passed. Before it enters the model, the norms of
     its update are compared with those accepted so far. `used` and `dropped` are for the record of the round.
     """
 
-    def __init__(self, server: "MethodServer", read: ReadTask) -> None:
-        self.server, self.read, self.most = server, read, server.settings.faults.accept_late
+    def __init__(self, gate: UpdateGate) -> None:
+        self.gate, self.simulated, self.most = gate, gate.settings.simulated, gate.settings.faults.accept_late
         self.held: dict[Key, Held] = {}
         self.changes: dict[Key, dict[str, np.ndarray]] = {}
         self.used: list[dict[str, Any]] = []
@@ -93,17 +78,17 @@ class LateAnswers:
         """Begin a round, before late answers come in."""
         self.used, self.dropped = [], []
 
-    def close(self, server_round: int) -> None:
-        """End the training of a round: keep what it takes to use the answers of its late clients."""
-        server, model, updates = self.server, self.server.dispatcher.arrays, self.server.gate.updates
-        silent = [report for report in server.round.reports.values() if report.status in ("late", "timeout")]
+    def close(self, current: Round, model: ArrayRecord) -> None:
+        """End the training of a round, whose clients were sent this model: keep what it takes to use late answers."""
+        silent = [report for report in current.reports.values() if report.status in ("late", "timeout")]
         for report in silent if self.most else ():
-            if server.settings.simulated and report.client in updates:
-                self._hold(server_round, report, updates[report.client], model, arrived=False)
-            elif not server.settings.simulated:
-                self._awaited[server_round, report.client] = Awaited(*server.asked_of(report.client), report, model)
-        server.gate.updates = {}
-        oldest = server_round + 1 - self.most  # that can be used in the next round
+            if self.simulated and report.client in current.updates:
+                self._hold(current.number, report, current.updates[report.client], model, arrived=False)
+            elif not self.simulated:
+                asked = current.assigned[report.client]
+                self._awaited[current.number, report.client] = Awaited(asked, report, model)
+        current.updates = {}
+        oldest = current.number + 1 - self.most  # that can be used in the next round
         self._awaited = {key: awaited for key, awaited in self._awaited.items() if key[0] >= oldest}
         self.changes = {key: changes for key, changes in self.changes.items() if key[0] >= oldest}
 
@@ -120,8 +105,8 @@ class LateAnswers:
         if (server_round, client) in self.held:
             self.held[server_round, client].arrived = True
 
-    def receive(self, server_round: int, client: int, reply: Message) -> None:
-        """Take in an answer of a real device to its task of a round."""
+    def receive(self, current: Round, server_round: int, client: int, reply: Message) -> None:
+        """Take in an answer of a real device to its task of an earlier round than the current one."""
         awaited = self._awaited.pop((server_round, client), None)
         if not self.most or reply.has_error():
             return
@@ -130,24 +115,18 @@ class LateAnswers:
             return
         sent = awaited.report
         report = ClientReport(client, sent.device, sent.budget, bytes_down=sent.bytes_down)
-        gate = self.server.gate
-
-        def read(to: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
-            self.read(to, outcome, metrics, awaited.task, awaited.state)
-
-        update = report.take(reply, lambda answer: gate.read_late(answer, report, awaited.model, read))
+        update = self.gate.read_late(current, awaited.asked, awaited.model, report, reply)
         if update is None:
             self._drop(client, server_round, f"{report.status}: {report.reason}")
             return
         self._hold(server_round, report, update, awaited.model, arrived=True)
 
-    def merge(self, server_round: int) -> None:
+    def merge(self, current: Round) -> None:
         """Add the answers that have arrived to the round's mean, in the order of their rounds and clients."""
-        server = self.server
-        limits = norm_limits(server.method.state.norms, server.settings.faults.update_norm_limit)
+        model, (limits, _) = current.arrays, self.gate.limits(current.arrays)
         for key in sorted(key for key, held in self.held.items() if held.arrived):
             held, changes = self.held.pop(key), self.changes.pop(key, None)
-            age = server_round - held.round
+            age = current.number - held.round
             if changes is None or age > self.most:
                 self._drop(held.client, held.round, self._too_old())
                 continue
@@ -157,8 +136,7 @@ class LateAnswers:
                 self._drop(held.client, held.round, f"rejected: {error}")
                 continue
             weight = held.examples * discount(age)
-            model = server.dispatcher.arrays
-            server.round.mean.add({name: added(name, c, model[name].numpy()) for name, c in changes.items()}, weight)
+            current.mean.add({name: added(name, c, model[name].numpy()) for name, c in changes.items()}, weight)
             told = {key: value for key, value in asdict(held).items() if key not in ("norms", "arrived")}
             self.used.append(told | {"age": age, "weight": weight})
 

@@ -64,6 +64,9 @@ class Round:
     reports: dict[int, ClientReport] = field(default_factory=dict)
     mean: Any = None
     memo: dict[int, Any] = field(default_factory=dict)  # what `read` notes of a client for `combine`
+    excluded: dict[int, int] = field(default_factory=dict)  # clients whose processes died, with their crashes in a row
+    updates: dict[int, CheckedUpdate] = field(default_factory=dict)  # that the gate holds, on the simulated clock
+    closed_at: float = inf  # simulated seconds of the update with which the round ended, if enough had answered
     trained: bool = False  # whether there is a new model
     loss_name: str = "train-loss"  # of the clients' mean loss in the records; empty: there is none
     metrics: dict[str, float] = field(default_factory=dict)  # the method's own, beside the clients' mean loss

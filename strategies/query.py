@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
+from piecework.federation.reports import ClientReport
 from piecework.strategies.method import Assigned, QueryingMethod
 from piecework.strategies.server import MethodServer
+from piecework.training.answers import Answer
 
 
 def configure_query(
@@ -26,17 +29,15 @@ def configure_query(
     return server.send("query.query", found, arrays)
 
 
-def aggregate_query(server: MethodServer, server_round: int, replies: Iterable[Message]) -> bool:
+def aggregate_query(server: MethodServer, replies: Iterable[Message]) -> bool:
     """Have the method take in the answers to a query, and return whether the round can begin."""
     method, members = server.method, server.registry.members
     assert isinstance(method, QueryingMethod)
-    answers = dict(
-        server.dispatcher.answers(
-            replies,
-            lambda client, status: server.gate.note_error(client, server_round, status),
-            lambda client, answer: method.read_query(dict(answer.metrics), members[client].examples),
-        )
-    )
+
+    def read(report: ClientReport, answer: Answer) -> Any:
+        return method.read_query(dict(answer.metrics), members[report.client].examples)
+
+    answers = {report.client: found for report, found in server.dispatcher.answers(replies, read)}
     rejected = method.conclude_query(answers)
     for client, reason in rejected.items():
         server.dispatcher.reject(client, reason)

@@ -4,33 +4,33 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from piecework.device_profiles.profile import DeviceState
-from piecework.federation.registry import MIN_EXAMPLES
+from piecework.federation.registry import MIN_EXAMPLES, ClientRegistry
 from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.coverage import Trainer, richest
 
 if TYPE_CHECKING:
-    from piecework.strategies.server import MethodServer
+    from piecework.strategies.method import Method
 
 LOOKED_AT = 20  # number of first rounds whose budgets are considered
 FREE = 0.75  # the fraction of measured free memory that is assumed, since less may be free later
 
 
 class ClientResources:
-    """The resources with which clients train a strategy's model."""
+    """The resources with which clients train a method's model."""
 
-    def __init__(self, server: "MethodServer") -> None:
-        self.server, self.settings, self.registry = server, server.settings, server.registry
+    def __init__(self, method: "Method", registry: ClientRegistry) -> None:
+        self.method, self.settings, self.registry = method, method.settings, registry
 
     @property
     def reference_bytes(self) -> int:
         """Bytes of the reference step, a FedAvg step of the model at width 1; ratio budgets are fractions of it."""
-        found: int = self.server.method.cut.cost_model.reference_bytes
+        found: int = self.method.cut.cost_model.reference_bytes
         return found
 
     @property
     def message_bytes(self) -> int:
         """Bytes of a message with all units of the model."""
-        blueprint = self.server.method.cut.model
+        blueprint = self.method.cut.model
         return sum(layer_statistics(blueprint, unit).state_bytes for unit in blueprint.units())
 
     def budgets(self) -> list[int]:
@@ -68,9 +68,9 @@ class ClientResources:
 
     def require_emulated(self) -> None:
         """Raise ValueError if devices swap, which is only simulated, and a client measures its own memory."""
-        if self.server.method.cut.swaps and self.registry.auto:
+        if self.method.cut.swaps and self.registry.auto:
             raise ValueError(
-                f"{self.server.method.name} only simulates swapping, and client {self.registry.auto[0]} has device = 'auto', "
+                f"{self.method.name} only simulates swapping, and client {self.registry.auto[0]} has device = 'auto', "
                 "so its memory is real: give it the name of a device of the fleet, or use strategy = fedprophet with "
                 "memory.model = traced"
             )
@@ -80,7 +80,7 @@ class ClientResources:
         richest = self.richest
         if needed > richest.allowed_bytes:
             raise ValueError(
-                f"{self.server.method.name}: {doing} needs {needed:,} bytes, and the richest client has "
+                f"{self.method.name}: {doing} needs {needed:,} bytes, and the richest client has "
                 f"{richest.budget_bytes:,}: no client can take part; lower training.batch-size or architecture.width, or "
                 "give clients more memory"
             )

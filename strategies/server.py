@@ -1,33 +1,31 @@
 """The server's side that all methods share: a method as one of Flower's strategies."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from piecework.device_profiles.clock import simulated_seconds
 from piecework.device_profiles.profile import DeviceState
-from piecework.federation.aggregation import CheckedUpdate, Norms
 from piecework.federation.dispatcher import Dispatcher
+from piecework.federation.faults import UNRESPONSIVE_STATUSES
 from piecework.federation.public_data import public_examples
-from piecework.federation.reports import ClientReport
+from piecework.federation.reports import ClientReport, verdict
 from piecework.federation.weight_cache import WeightCache, without_units
 from piecework.planning.assignment import Assignment, Context, least_bytes
 from piecework.planning.costs import cost_model_for
-from piecework.planning.coverage import learned_names
 from piecework.planning.cut import trains_adversarially
-from piecework.strategies.client_evaluation import ClientEvaluation
-from piecework.strategies.cohort import Cohort
+from piecework.strategies.client_evaluation import Verdict, choose_evaluators, mean_verdict
+from piecework.strategies.cohort import draw_clients
 from piecework.strategies.late_answers import LateAnswers
-from piecework.strategies.method import Assigned, Method, Received, Round, StagedMethod
+from piecework.strategies.method import Assigned, Method, Round, StagedMethod
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.state import Experiment
 from piecework.strategies.update_gate import UpdateGate
-from piecework.training.answers import Outcome
+from piecework.training.answers import Answer
 from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
 
@@ -38,9 +36,9 @@ class MethodServer(Strategy):
     The signatures are those of Flower's `Strategy`, except that `aggregate_train` takes an iterable of replies and processes
     them as they arrive.
 
-    Six helpers do the work. `resources` knows the clients' memory, speed and examples. `cohort` draws the clients of a round.
-    `gate` checks their updates before they enter the model, and `late` holds those that come too late for their round.
-    `evaluation` has clients evaluate it. `serving` makes the model that is evaluated and saved, and those that devices deploy.
+    `resources` knows the clients' memory, speed and examples. `dispatcher` sends tasks and reads answers. `gate` checks updates
+    before they enter the model, and `late` holds those that come too late for their round. `serving` makes the model that is
+    evaluated and saved, and those that devices deploy.
     """
 
     def __init__(self, experiment: Experiment, method_class: type[Method]) -> None:
@@ -57,13 +55,17 @@ class MethodServer(Strategy):
         self.slowest = math.inf
         self.round = Round(0, ArrayRecord())
         self.weight_cache = WeightCache(self.settings, self.registry, experiment.experiment_id, experiment.state_dir)
-        self.dispatcher = Dispatcher(self.registry, self.weight_cache, self.settings.messages.round_timeout)
-        self.resources, self.cohort = ClientResources(self), Cohort(self)
-        self.gate, self.evaluation = UpdateGate(self, self._note), ClientEvaluation(self)
-        self.late, self.serving = (
-            LateAnswers(self, self._note_task),
-            method_class.serving_class(self.method, self.resources),
-        )
+        timeout = self.settings.messages.round_timeout
+        self.dispatcher = Dispatcher(self.registry, self.weight_cache, timeout, self.note_crash)
+        self.resources = ClientResources(self.method, self.registry)
+        self.gate = UpdateGate(self.method, self.dispatcher)
+        self.late = LateAnswers(self.gate)
+        self.serving = method_class.serving_class(self.method, self.resources)
+
+    def note_crash(self, client: int, server_round: int) -> None:
+        """Record that a client's process died at its task of a round, whether that is told in this round or late."""
+        can = self.method.can
+        self.method.state.crash_history.note_crash(client, server_round, can.cuts or can.adapts)
 
     def context(
         self, client: int, state: DeviceState, server_round: int, arrays: ArrayRecord | None = None, place: int = 0
@@ -81,6 +83,19 @@ class MethodServer(Strategy):
             measured=bool(self.registry.auto),
             arrays=arrays,
         )
+
+    def draw(self, server_round: int, grid: Grid) -> list[int]:
+        """Draw the clients of a round from those that are connected, idle and able to take part."""
+        able = [client for client in self.registry.present(grid) if self.may_be_asked(client, server_round)]
+        crashes = self.method.state.crash_history.excluded_clients(server_round)
+        drawn, self.round.excluded = draw_clients(able, crashes, self.settings, server_round)
+        return drawn
+
+    @property
+    def reachable(self) -> list[int]:
+        """The clients of the round that can get another task: they were not silent, and they hold their frozen units."""
+        silent = {client for client, each in self.round.reports.items() if each.status in UNRESPONSIVE_STATUSES}
+        return [client for client in self.round.reports if client not in silent | self.weight_cache.unreached]
 
     def may_be_asked(self, client: int, server_round: int) -> bool:
         """Return whether a client has the memory to take part in a round."""
@@ -149,7 +164,7 @@ class MethodServer(Strategy):
         """
         self.round = Round(server_round, arrays)
         self.method.open(self.round)
-        assigned = self.assign(self.cohort.sample(server_round, grid), server_round, arrays)
+        assigned = self.assign(self.draw(server_round, grid), server_round, arrays)
         self.round.assigned = assigned
         self.round.reports = {c: ClientReport(c, a.device.device, a.device.budget_bytes) for c, a in assigned.items()}
         for client, report in self.round.reports.items():
@@ -177,71 +192,64 @@ class MethodServer(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate replies one by one. Returns (None, None) if no client trained, or fewer than `faults.min-clients`."""
-        if not self.gate.admit(server_round, replies):
+        if (norms := self.gate.admit(self.round, replies)) is None:
             return None, None
+        self.late.merge(self.round)
+        self.method.state.note_norms(norms)
         arrays, name = self.method.finish(self.round), self.round.loss_name
         self.round.trained, self.round.arrays = True, arrays  # the model before may be freed
         loss = {name: self._train_loss()} if name else {}
         return arrays, MetricRecord({**loss, **self.round.metrics})
-
-    def combine(self, client: int, update: CheckedUpdate) -> None:
-        """Have the method add a client's update to the round. Raises UpdateRejectedError."""
-        self.method.combine(self.round, client, update)
-
-    def check_answer(
-        self, client: int, arrays: ArrayRecord, metrics: dict[str, Any], limits: Norms, maximum: Callable[[], float]
-    ) -> CheckedUpdate:
-        """Return a client's update if it may enter the model. Raises UpdateRejectedError."""
-        assignment = self.round.assigned[client].assignment
-        return self.method.check(Received(arrays, metrics, assignment, self.round.arrays, limits, maximum))
-
-    def asked_of(self, client: int) -> tuple[Task, DeviceState]:
-        """Return the training task of a client of the round, and its device state."""
-        return self.round.assigned[client].task, self.round.assigned[client].device
-
-    def _note(self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any]) -> None:
-        self._note_task(report, outcome, metrics, *self.asked_of(report.client))
-
-    def _note_task(
-        self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any], task: Task, state: DeviceState
-    ) -> None:
-        report.add_note(outcome.note)
-        report.read(metrics)
-        if "memory-available" in metrics:
-            self.registry.note_free_memory(report.client, int(metrics["memory-available"]))
-        report.simulated_seconds = simulated_seconds(state, 0, report.bytes_down, report.bytes_up)
-        if outcome.status == "ok":
-            self._note_answer(report, outcome, metrics, task, state)
 
     def _train_loss(self) -> float:
         """Return the mean training loss over the clients' examples."""
         trained = [r for r in self.round.reports.values() if r.status == "ok"]
         return sum((r.train_loss or 0.0) * r.examples for r in trained) / sum(r.examples for r in trained)
 
-    def _note_answer(
-        self, report: ClientReport, outcome: Outcome, metrics: dict[str, Any], task: Task, state: DeviceState
-    ) -> None:
-        """Fill in the report of a client that did its task."""
-        reading = self.method.read(self.round, report, metrics)
-        cut, seen = self.method.cut, metrics["seen"]
-        # Clean rounds of adversarial training cost steps without an attack.
-        cost_model = cut.cost_model if task.adversarial else cut.cost_model.unattacked
-        report.account(outcome.done, seen, task, state, cut, cost_model, reading.executed)
-        if reading.counted_flops is not None:
-            report.counted_flops = reading.counted_flops
-        report.trained = learned_names(cut, outcome.done, seen)
-
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the messages of the clients that evaluate the new model."""
-        return self.send("evaluate", self.evaluation.assign(server_round, arrays, grid), arrays)
+        """Return the messages of the clients that evaluate the new model, after the training of the round.
+
+        The state that this round's training left with a client may be used, and must be kept.
+        """
+        method, members, assigned = self.method, self.registry.members, self.round.assigned
+        chosen = choose_evaluators(method, self.round, self.reachable, partial(self.registry.present, grid))
+        others = [client for client in chosen if client not in assigned]
+        assigned = assigned | (self.assign(others, server_round, arrays) if others else {})
+        found = {}
+        for client in filter(assigned.__contains__, chosen):
+            each, member = assigned[client], members[client]
+            ctx = self.context(client, each.device, server_round, arrays)
+            examples = member.test if method.personal else member.validation
+            assignment = method.assign_evaluation(ctx, each.assignment, examples)
+            task = replace(
+                each.task,
+                state_round=server_round,
+                personal=method.personal,
+                own=assignment.config.to_values() if assignment.config is not None else {},
+                evaluation=assignment.steps,
+            )
+            found[client] = Assigned(assignment, task, each.device)
+        return self.send("evaluate", found, arrays)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return mean metrics over all clients' examples, or for personal evaluation over clients; None without examples."""
-        found = self.evaluation.aggregate(server_round, replies)
-        self.round.answers, self.round.evaluation = self.evaluation.answers, found
-        return found
+        current, keys, personal = self.round, self.method.evaluation_keys, self.method.personal
+        current.answers = {}
+
+        def read(report: ClientReport, answer: Answer) -> Verdict:
+            member = self.registry.members[report.client]
+            found = verdict(answer.metrics, keys, member.test if personal else member.validation)
+            current.answers[report.client] = answer.metrics
+            return found
+
+        verdicts = (found for _, found in self.dispatcher.answers(replies, read))
+        current.evaluation = mean_verdict(verdicts, keys, personal=personal)
+        for client, report in current.reports.items():
+            if (found := self.dispatcher.log.get(client)) is not None:  # also of clients that refused
+                report.evaluation_peak, report.evaluation_predicted = found.measured_peak, found.predicted_peak
+        return current.evaluation
 
     def rate(self, server_round: int) -> float:
         """Return the learning rate of the round's tasks, also if nobody is asked."""

@@ -9,6 +9,8 @@ from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
 from piecework.training.settings import Settings
 
+NORMS_KEPT = 200  # the latest norms that are stored of each unit
+
 
 @dataclass
 class StrategyState:
@@ -19,6 +21,10 @@ class StrategyState:
 
     norms: dict[str, list[float]] = field(default_factory=dict)
     crash_history: CrashHistory = field(default_factory=CrashHistory)
+
+    def note_norms(self, found: dict[str, list[float]]) -> None:
+        """Add the norms of a round's accepted updates, of which the latest are kept."""
+        self.norms = self.norms | {unit: [*self.norms.get(unit, []), *new][-NORMS_KEPT:] for unit, new in found.items()}
 
     def to_values(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

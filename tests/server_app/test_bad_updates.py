@@ -218,14 +218,14 @@ def a_round(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], t
         run.wait_for_clients()
 
         def ask() -> list[Message]:
-            return list(run.strategy.configure_train(1, run.arrays, ConfigRecord(), grid))
+            return list(run.server.configure_train(1, run.arrays, ConfigRecord(), grid))
 
         answers = pickle.dumps(list(grid.send_and_receive(ask())))
 
         def again() -> tuple[MethodServer, list[Message]]:
             ask()
-            run.strategy.method.state = type(run.strategy.method.state)()
-            return run.strategy, pickle.loads(answers)
+            run.server.method.state = type(run.server.method.state)()
+            return run.server, pickle.loads(answers)
 
         yield again
 
@@ -233,10 +233,10 @@ def a_round(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], t
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_update_is_dropped_with_its_reason(a_round: Any, kind: str) -> None:
     tamper, reason = BAD[kind]
-    strategy, replies = a_round()
+    server, replies = a_round()
     first, _, third = pickle.loads(pickle.dumps(replies))
-    arrays, metrics = strategy.aggregate_train(1, iter([replies[0], tamper(replies[1]), replies[2]]))
-    reports = list(strategy.round.reports.values())
+    arrays, metrics = server.aggregate_train(1, iter([replies[0], tamper(replies[1]), replies[2]]))
+    reports = list(server.round.reports.values())
     assert [report.status for report in reports] == ["ok", "rejected", "ok"]
     assert reason in reports[1].reason
     for name, array in numpy_of(arrays).items():
@@ -247,10 +247,10 @@ def test_a_bad_update_is_dropped_with_its_reason(a_round: Any, kind: str) -> Non
 
 
 def test_nobody_trained_where_all_are_dropped(a_round: Any) -> None:
-    strategy, replies = a_round()
+    server, replies = a_round()
     nan = put(W, lambda a: poisoned(a, np.nan))
-    assert strategy.aggregate_train(1, iter([nan(reply) for reply in replies])) == (None, None)
-    assert strategy.method.state.norms == {}
+    assert server.aggregate_train(1, iter([nan(reply) for reply in replies])) == (None, None)
+    assert server.method.state.norms == {}
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,9 @@ def test_nobody_trained_where_all_are_dropped(a_round: Any) -> None:
     ],
 )
 def test_a_bad_evaluation_is_dropped(a_round: Any, spoil: Callable[[Message], Message]) -> None:
-    strategy, replies = a_round()
+    server, replies = a_round()
     rows = [dict(m.content.metric_records["metrics"]) for m in (replies[0], replies[2])]
-    result = strategy.aggregate_evaluate(1, iter([replies[0], spoil(replies[1]), replies[2]]))
+    result = server.aggregate_evaluate(1, iter([replies[0], spoil(replies[1]), replies[2]]))
     total = sum(row["val-examples"] for row in rows)
     assert result["val-accuracy"] == pytest.approx(sum(r["val-accuracy"] * r["val-examples"] for r in rows) / total)
 

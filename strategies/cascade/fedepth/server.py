@@ -3,7 +3,7 @@
 Kai Zhang, Yutong Dai, Hongyi Wang, Eric Xing, Xun Chen, Lichao Sun, "Memory-adaptive Depth-wise Heterogeneous Federated
 Learning", 2023, https://arxiv.org/abs/2303.04887
 
-    Algorithm 1, line 2, sample clients             cohort.py: Cohort.sample
+    Algorithm 1, line 2, sample clients             cohort.py: draw_clients
     line 3, broadcast W^t                           strategies/server.py: MethodServer.configure_train
     line 5, ClientUpdate (lines 9 to 15, Eq. 1)     strategies/cascade/fedepth/client.py: train
     the decomposition (sections 4.1, 4.2)           strategies/cascade/fedepth/client.py: choose_items

@@ -122,7 +122,7 @@ def told(clean: float, adversarial: float) -> MetricRecord:
 def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]]]:
     """The state after each round of a second stage in which clients tell these accuracies; C* / A* = 2."""
     with a_run(tmp_path) as run:
-        method = run.strategy.method
+        method = run.server.method
         assert isinstance(method, FedProphet)
 
         def states(accuracies: list[tuple[float, float]], stage: int = 1, **settings: Any) -> list[FedProphetState]:

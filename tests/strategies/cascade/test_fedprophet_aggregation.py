@@ -29,24 +29,25 @@ class Answers:
 
     def ask(self, what: str) -> tuple[MethodServer, list[Message]]:
         """The strategy, having asked again, and copies of the true answers to `first`, `query` or `second`."""
-        run, strategy = self.run, self.run.strategy
-        assert isinstance(strategy.method, FedProphet)
-        strategy.method.state = strategy.method.state_class(r_min=370_000, stage_rounds=9)
+        run, server = self.run, self.run.server
+        assert isinstance(server.method, FedProphet)
+        server.method.state = server.method.state_class(r_min=370_000, stage_rounds=9)
         server_round = 1 if what == "first" else 2
         if server_round == 2:
-            state_of(strategy).stage, state_of(strategy).alpha = 1, 0.3
-            state_of(strategy).fixed = FixedModule(clean=0.5, adversarial=0.25, epsilon=0.0, nonnegative=False)
-            state_of(strategy).distance = None if what == "query" else 2.0
+            state_of(server).stage, state_of(server).alpha = 1, 0.3
+            state_of(server).fixed = FixedModule(clean=0.5, adversarial=0.25, epsilon=0.0, nonnegative=False)
+            state_of(server).distance = None if what == "query" else 2.0
         if what == "query":
-            messages = configure_query(strategy, server_round, run.arrays, run.grid)
+            messages = configure_query(server, server_round, run.arrays, run.grid)
             assert messages is not None
         else:
-            messages = strategy.configure_train(server_round, run.arrays, ConfigRecord(), run.grid)
-        run._deliver(server_round)
+            messages = server.configure_train(server_round, run.arrays, ConfigRecord(), run.grid)
+        for batch in server.dispatcher.batches():
+            server.dispatcher.note_delivered(run.transport.exchange(server_round, batch))
         asked = list(messages)
         if what not in self.replies:
             self.replies[what] = pickle.dumps(list(run.grid.send_and_receive(asked)))
-        return strategy, pickle.loads(self.replies[what])
+        return server, pickle.loads(self.replies[what])
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +56,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
         yield Answers(run, {})
 
 
-def state_of(strategy: MethodServer) -> FedProphetState:
-    assert isinstance(strategy.method, FedProphet)
-    return strategy.method.state
+def state_of(server: MethodServer) -> FedProphetState:
+    assert isinstance(server.method, FedProphet)
+    return server.method.state
 
 
-def aggregated(strategy: MethodServer, replies: list[Message]) -> ArrayRecord:
+def aggregated(server: MethodServer, replies: list[Message]) -> ArrayRecord:
     copies = pickle.loads(pickle.dumps(replies))
-    arrays, _ = strategy.aggregate_train(1, iter(copies))
-    assert [report.status for report in strategy.round.reports.values() if report.status != "timeout"] == ["ok"] * len(
+    arrays, _ = server.aggregate_train(1, iter(copies))
+    assert [report.status for report in server.round.reports.values() if report.status != "timeout"] == ["ok"] * len(
         replies
     )
     assert arrays is not None
@@ -93,9 +94,9 @@ def by_unit(record: ArrayRecord) -> dict[str, list[str]]:
     ],
 )
 def test_partial_average(answers: Answers, what: str, pieces: list[list[int]], trained: dict[str, int]) -> None:
-    strategy, replies = answers.ask(what)
-    old, new = answers.run.arrays, aggregated(strategy, replies)
-    assert [report.pieces for report in strategy.round.reports.values()] == [[piece] for piece in pieces]
+    server, replies = answers.ask(what)
+    old, new = answers.run.arrays, aggregated(server, replies)
+    assert [report.pieces for report in server.round.reports.values()] == [[piece] for piece in pieces]
     weights = [examples_of(reply) for reply in replies]
     assert len(set(weights)) == 3  # so that a mean without weights would be another
     assert list(new) == list(old)
@@ -115,9 +116,9 @@ def test_partial_average(answers: Answers, what: str, pieces: list[list[int]], t
 
 def test_a_weighted_mean_by_hand(answers: Answers) -> None:
     """The head behind the first module comes from the first client alone, the second module from the other two."""
-    strategy, replies = answers.ask("first")
+    server, replies = answers.ask("first")
     first, second, third = map(arrays_of, replies)
-    new = numpy_of(aggregated(strategy, replies))
+    new = numpy_of(aggregated(server, replies))
     np.testing.assert_array_equal(new["aux.1.fc.weight"], first["aux.1.fc.weight"])
     np.testing.assert_array_equal(new["aux.3.fc.bias"], second["aux.3.fc.bias"])
     np.testing.assert_array_equal(new["head.fc.bias"], third["head.fc.bias"])
@@ -138,8 +139,8 @@ def test_a_weighted_mean_by_hand(answers: Answers) -> None:
 def test_parameters_that_no_client_trained_are_bit_identical(
     answers: Answers, there: list[int], untouched: set[str]
 ) -> None:
-    strategy, replies = answers.ask("first")
-    old, new = answers.run.arrays, aggregated(strategy, [replies[n] for n in there])
+    server, replies = answers.ask("first")
+    old, new = answers.run.arrays, aggregated(server, [replies[n] for n in there])
     same = {name for name in old if new[name].data is old[name].data}  # Flower wraps the bytes again
     assert same == {name for name in old if unit_of(name) in untouched}
     assert all((new[name].shape, new[name].dtype) == (old[name].shape, old[name].dtype) for name in old)
@@ -148,12 +149,12 @@ def test_parameters_that_no_client_trained_are_bit_identical(
 def test_a_unit_that_was_not_assigned_is_not_taken(answers: Answers) -> None:
     """A client of the first module alone sends a second one, and the head of another."""
     for name in ("atoms.2.conv.weight", "aux.3.fc.bias", "head.fc.bias"):
-        strategy, replies = answers.ask("first")
+        server, replies = answers.ask("first")
         with changing(replies[0]) as arrays:
             arrays[name] = answers.run.arrays[name]
-        arrays, _ = strategy.aggregate_train(1, iter(replies))
-        assert strategy.round.reports[0].status == "rejected"
-        assert strategy.round.reports[0].reason == f"array {name!r} was not sent for training"
+        arrays, _ = server.aggregate_train(1, iter(replies))
+        assert server.round.reports[0].status == "rejected"
+        assert server.round.reports[0].reason == f"array {name!r} was not sent for training"
         assert arrays is not None
 
 
@@ -170,30 +171,30 @@ def put(reply: Message, **metrics: Any) -> None:
 
 
 def test_a_survey_of_all_clients(answers: Answers) -> None:
-    strategy, replies = answers.ask("query")
+    server, replies = answers.ask("query")
     rows = [measured(reply) for reply in replies]
-    assert [row["num-examples"] for row in rows] == [strategy.registry.members[client].examples for client in range(3)]
-    assert aggregate_query(strategy, 2, iter(replies))
+    assert [row["num-examples"] for row in rows] == [server.registry.members[client].examples for client in range(3)]
+    assert aggregate_query(server, iter(replies))
     total = sum(row["perturbation"] * row["num-examples"] for row in rows)
-    assert state_of(strategy).distance == pytest.approx(total / sum(row["num-examples"] for row in rows))
-    assert state_of(strategy).nonnegative  # behind a ReLU
-    assert state_of(strategy).epsilon == pytest.approx(0.3 * state_of(strategy).distance)
+    assert state_of(server).distance == pytest.approx(total / sum(row["num-examples"] for row in rows))
+    assert state_of(server).nonnegative  # behind a ReLU
+    assert state_of(server).epsilon == pytest.approx(0.3 * state_of(server).distance)
 
 
 def test_examples_are_the_weights(answers: Answers) -> None:
-    strategy, replies = answers.ask("query")
+    server, replies = answers.ask("query")
     for reply, distance, examples in zip(replies, (1.0, 2.0, 5.0), (10, 20, 10), strict=True):
         put(reply, perturbation=distance, num_examples=examples)
-    assert aggregate_query(strategy, 2, iter(replies))
-    assert state_of(strategy).distance == pytest.approx((10 + 40 + 50) / 40)
+    assert aggregate_query(server, iter(replies))
+    assert state_of(server).distance == pytest.approx((10 + 40 + 50) / 40)
 
 
 @pytest.mark.parametrize(("minimum", "nonnegative"), [(0.0, True), (-1e-6, False)])
 def test_one_client_with_features_below_zero_is_enough(answers: Answers, minimum: float, nonnegative: bool) -> None:
-    strategy, replies = answers.ask("query")
+    server, replies = answers.ask("query")
     put(replies[1], min_feature=minimum)
-    assert aggregate_query(strategy, 2, iter(replies))
-    assert state_of(strategy).nonnegative is nonnegative
+    assert aggregate_query(server, iter(replies))
+    assert state_of(server).nonnegative is nonnegative
 
 
 @pytest.mark.parametrize(
@@ -216,34 +217,34 @@ def test_one_client_with_features_below_zero_is_enough(answers: Answers, minimum
     ids=str,
 )
 def test_a_measurement_that_makes_no_sense_does_not_count(answers: Answers, nonsense: dict[str, Any]) -> None:
-    strategy, replies = answers.ask("query")
+    server, replies = answers.ask("query")
     for reply, distance in zip(replies, (1.0, 100.0, 3.0), strict=True):
         put(reply, perturbation=distance, num_examples=10)
     put(replies[1], **nonsense)
-    assert aggregate_query(strategy, 2, iter(replies))
-    assert state_of(strategy).distance == pytest.approx(2.0)
+    assert aggregate_query(server, iter(replies))
+    assert state_of(server).distance == pytest.approx(2.0)
 
 
 def test_features_that_no_attack_moves_are_named(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
     """A module that was kept from a round with alpha = 0 moves nothing: the next module would silently train clean."""
-    strategy, replies = answers.ask("query")
+    server, replies = answers.ask("query")
     for reply in replies:
         put(reply, perturbation=0.0)
-    assert aggregate_query(strategy, 2, iter(replies))
+    assert aggregate_query(server, iter(replies))
     assert caplog.messages == [
         "module 2 trains on clean features, because no attack moves the output of the module before"
     ]
-    assert strategy.method.details(strategy.round)["clean_round"]
-    strategy, replies = answers.ask("query")
-    assert aggregate_query(strategy, 2, iter(replies))
+    assert server.method.details(server.round)["clean_round"]
+    server, replies = answers.ask("query")
+    assert aggregate_query(server, iter(replies))
     assert len(caplog.messages) == 1
-    assert not strategy.method.details(strategy.round)["clean_round"]
+    assert not server.method.details(server.round)["clean_round"]
 
 
 def test_a_pre_round_query_without_answers(answers: Answers) -> None:
-    strategy, replies = answers.ask("query")
+    server, replies = answers.ask("query")
     for reply in replies:
         reply.content["outcome"] = Outcome("memory", 5, 4, "needs 5 bytes, allowed 4").to_record()
     for answered in ([], replies):
-        assert not aggregate_query(strategy, 2, iter(answered))
-        assert state_of(strategy).distance is None
+        assert not aggregate_query(server, iter(answered))
+        assert state_of(server).distance is None

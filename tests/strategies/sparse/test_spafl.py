@@ -351,7 +351,7 @@ def test_the_regularisers_weight(tmp_path: Path) -> None:
     def strategy(**changes: Any) -> SpaFL:
         settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}", "output_dir": str(tmp_path)} | changes)
         with LocalGrid(3, settings.to_run_config(), 1) as grid:
-            found = Run(grid, settings, RunDir(tmp_path / "none")).strategy.method
+            found = Run(grid, settings, RunDir(tmp_path / "none")).server.method
         assert isinstance(found, SpaFL)
         return found
 
