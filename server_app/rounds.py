@@ -46,6 +46,7 @@ from piecework.training.setup import blueprint_for, image_attack
 
 LOG = logging.getLogger("piecework")
 OnRound = Callable[[dict[str, Any]], None]
+Messages = Iterable[Message]
 Found = TypeVar("Found")
 
 
@@ -72,18 +73,19 @@ class Run:
         planned = settings.changed({"training.lr-rounds": self.values["lr-rounds"]})
         experiment = Experiment(planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir)
         self.server: MethodServer = MethodServer(experiment, find_method(settings.strategy))
+        self.method = self.server.method
         if checkpoint is not None:
-            self.server.method.state = type(self.server.method.state).from_values(self.values["strategy-state"])
+            self.method.state = type(self.method.state).from_values(self.values["strategy-state"])
         self.deadlines = Deadlines(self.server, self.values["pace"])
         stragglers = self.values["stragglers"]
         self.assembly = Assembly(self.grid, self.transport, self.server, self.deadlines, stragglers)
-        to_come = self.server.method.schedule(self.values["round"] + 1, settings.num_rounds)
+        to_come = self.method.schedule(self.values["round"] + 1, settings.num_rounds)
         require_rates(planned, to_come, str(run_dir.path) if checkpoint is not None else "")
         self.arrays = checkpoint.arrays if checkpoint is not None else ArrayRecord()
         self.served = ServedModel(self.server)
         if checkpoint is not None:
             kept = self.server.late.restore(self.values["late"], checkpoint.kept)
-            self.server.method.kept = self.served.restore(kept)
+            self.method.kept = self.served.restore(kept)
         attack, attacked = None, settings.evaluation.attack_examples
         if self.server.attacks:
             attack = image_attack(settings, self.data, settings.evaluation.attack_steps)
@@ -115,7 +117,7 @@ class Run:
         self.wait_for_clients()
         self.run_dir.write_coverage(check_coverage(server))
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
-            if server.method.progress.finished:
+            if self.method.progress.finished:
                 break
             record = self.one_round(server_round)
             values = record.to_values()
@@ -123,9 +125,8 @@ class Run:
             self.run_dir.append_round(values)
             on_round(values)
             if self.values["empty-rounds"] >= settings.faults.max_empty_rounds:
-                raise RunAbortedError(
-                    empty_round_message(values, server)
-                )  # without a checkpoint, so that resuming repeats it
+                # There is no checkpoint of it, so that resuming repeats it.
+                raise RunAbortedError(empty_round_message(values, server))
             self._checkpoint(server_round)
             if ends_early(self.values, record, settings):
                 break
@@ -139,24 +140,24 @@ class Run:
         self.registry.wait_for_clients(self.grid, self.settings.messages.node_timeout, self.settings.faults.min_clients)
         if warning := too_many_asked(self.settings, self.registry.clients):
             LOG.warning("%s; until then each round asks all of them", warning)
-        if self.server.method.personal and not any(member.test for member in self.registry.members.values()):
+        if self.method.personal and not any(member.test for member in self.registry.members.values()):
             raise ValueError(
                 "evaluation.mode is personal, but no client has a part of the test split: give them parts, as `piecework "
                 "export-data` does"
             )
-        self.server.method.begin(self.server.resources)
+        self.method.begin(self.server.resources)
         self.served.require_capable_client()
         self.served.resume(self.arrays)
-        self.evaluate.piece_class = self.server.method.piece_class
-        self.evaluate.prepare = self.server.method.prepare
+        self.evaluate.piece_class = self.method.piece_class
+        self.evaluate.prepare = self.method.prepare
         if not self.arrays:
             self.arrays = self._initial_arrays()
 
     def _initial_arrays(self) -> ArrayRecord:
-        arrays = self.server.method.initial()
+        arrays = self.method.initial()
         if self.settings.training.init_weights:
             path = Path(self.settings.training.init_weights)
-            taken, excluded = pretrained(path, self.server.method.cut.model)
+            taken, excluded = pretrained(path, self.method.cut.model)
             arrays |= taken
             self.values["init-weights"] = account(path, taken, excluded)
         return ArrayRecord({name: Array(value) for name, value in arrays.items()})
@@ -165,20 +166,23 @@ class Run:
         """Write the trained model, evaluate it if it is to be attacked, and delete the cached features of emulated clients."""
         settings, server = self.settings, self.server
         doing("writing the trained model")
-        arrays, (atoms, head) = self.arrays, server.method.trained_model()
-        if isinstance(server.method, StagedMethod):
-            arrays, (atoms, head) = server.method.final(arrays), server.method.final_model()
-        early = self.values["round"] < settings.num_rounds
-        again = early and settings.norms == "static"
-        self._measure(self.served, self.values["round"], arrays, (atoms, head), last=True, again=again)
+        arrays, (atoms, head) = self.arrays, self.method.trained_model()
+        if isinstance(self.method, StagedMethod):
+            arrays, (atoms, head) = self.method.final(arrays), self.method.final_model()
+        last = self.values["round"]
+        again = last < settings.num_rounds and settings.norms == "static" and self.served.statistics
+        if again or not self.served.is_of(arrays, atoms, head):
+            self._measure(self.served, last, arrays, (atoms, head), last=True)
         if not self.served.is_of(arrays, atoms, head):
             raise RunAbortedError(
                 "no client could measure the batch norms of the trained model (architecture.batch-norm = "
-                f"{settings.norms}): "
-                f"{server.dispatcher.why_unanswered()}"
+                f"{settings.norms}): {server.dispatcher.why_unanswered()}"
             )
-        if not server.method.personal:
-            self._evaluate_device_models(arrays, (atoms, head))
+        if not self.method.personal:
+            doing("evaluating the models that devices deploy")
+            measure = partial(self._measure, server_round=last, arrays=arrays, model=(atoms, head), last=False)
+            if found := evaluate_device_models(self.served, last, arrays, (atoms, head), self.evaluate, measure):
+                self.run_dir.write_models(found)
         arrays = self.served.complete(arrays)
         self.run_dir.save_model(
             arrays,
@@ -188,35 +192,17 @@ class Run:
                 "atoms": list(atoms),
                 "head": head,
                 "variant": self.served.variant.to_values(),
-                **server.method.model_details,
+                **self.method.model_details,
             },
         )
         if server.attacks or settings.evaluation.autoattack_examples:
-            if settings.evaluation.autoattack_examples:
-                LOG.warning(
-                    "starting AutoAttack on %s images, which takes minutes to an hour",
-                    settings.evaluation.autoattack_examples,
-                )
+            if images := settings.evaluation.autoattack_examples:
+                LOG.warning("starting AutoAttack on %s images, which takes minutes to an hour", images)
             self.evaluate.show(self.served.blueprint)
             found = final_evaluation(self.evaluate, arrays, atoms, head, settings)
-            self.run_dir.write_final(found | server.method.evaluation_details)
+            self.run_dir.write_final(found | self.method.evaluation_details)
         for folder in Path(server.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _evaluate_device_models(self, arrays: ArrayRecord, model: tuple[Piece, str]) -> None:
-        """Evaluate the models that devices deploy, if there are any but the served one, and write the result."""
-        doing("evaluating the models that devices deploy")
-        last = self.values["round"]
-        found = evaluate_device_models(
-            self.served,
-            last,
-            arrays,
-            model,
-            self.evaluate,
-            lambda served: self._measure(served, last, arrays, model, last=False),
-        )
-        if found:
-            self.run_dir.write_models(found)
 
     def one_round(self, server_round: int) -> RoundRecord:
         """Survey the clients, train, evaluate and record; then let the method conclude the round, e.g. end a stage."""
@@ -237,11 +223,7 @@ class Run:
         return record
 
     def _exchange(
-        self,
-        server_round: int,
-        messages: Iterable[Message],
-        aggregate: Callable[[Iterable[Message]], Found],
-        watch: Watch | None = None,
+        self, server_round: int, messages: Messages, aggregate: Callable[[Messages], Found], watch: Watch | None = None
     ) -> Found:
         """Deliver frozen units, then send the messages that were configured. Returns what `aggregate` makes of the replies."""
         dispatcher = self.server.dispatcher
@@ -260,7 +242,7 @@ class Run:
             return Opening(late, busy, None, 0, waited)
         if not self._exchange(server_round, questions, partial(aggregate_query, server)):
             raise RunAbortedError(
-                f"no client could measure the features that {server.method.progress.stage} starts from: "
+                f"no client could measure the features that {self.method.progress.stage} starts from: "
                 f"{server.dispatcher.why_unanswered()}"
             )
         return Opening(late, busy, server.dispatcher.account(), server.dispatcher.bytes(), waited)
@@ -280,10 +262,10 @@ class Run:
 
     def _evaluate(self, server_round: int) -> ModelEvaluation:
         """Evaluate the new model if it is due: on the server, if its batch norms are known, and on clients."""
-        server, model, personal = self.server, self.server.method.trained_model(), self.server.method.personal
-        due = self.settings.evaluation_due(server_round) and server.method.progress.measurable and not personal
+        server, model, personal = self.server, self.method.trained_model(), self.method.personal
+        due = self.settings.evaluation_due(server_round) and self.method.progress.measurable and not personal
         last, statistics, measured_bytes = server_round == self.settings.num_rounds, None, 0
-        if due:
+        if due and not self.served.is_of(self.arrays, *model):
             statistics, measured_bytes = self._measure(self.served, server_round, self.arrays, model, last=last)
         questions = server.configure_evaluate(server_round, self.arrays, ConfigRecord(), self.grid)
         clients = self._exchange(server_round, questions, partial(server.aggregate_evaluate, server_round))
@@ -295,29 +277,17 @@ class Run:
         return ModelEvaluation(central, clients, answers, statistics, message_bytes, norms)
 
     def _measure(
-        self,
-        served: ServedModel,
-        server_round: int,
-        arrays: ArrayRecord,
-        model: tuple[Piece, str],
-        *,
-        last: bool,
-        again: bool = False,
-    ) -> tuple[dict[str, Any] | None, int]:
-        """Have clients measure the batch norms of a model to be evaluated, unless they have (or, with `again`, even then).
+        self, served: ServedModel, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], *, last: bool
+    ) -> tuple[dict[str, Any], int]:
+        """Have clients measure the batch norms of a model to be evaluated. `last` says that the run ends with this model.
 
-        `last` says that the run ends with this model. Returns which clients measured, and message bytes.
+        Returns which clients measured, and message bytes.
         """
-        if served.is_of(arrays, *model) and not (again and served.statistics):
-            return None, 0
         dispatcher = self.server.dispatcher
         questions = served.configure(server_round, arrays, model, self.grid, last=last)
         if not self._exchange(server_round, questions, served.aggregate):
-            LOG.warning(
-                "round %s: no client measured the batch norms of the model, which is not evaluated: %s",
-                server_round,
-                dispatcher.why_unanswered(),
-            )
+            reason = "round %s: no client measured the batch norms of the model, which is not evaluated: %s"
+            LOG.warning(reason, server_round, dispatcher.why_unanswered())
         return dispatcher.account(), dispatcher.bytes()
 
     def _checkpoint(self, server_round: int) -> None:
@@ -328,10 +298,10 @@ class Run:
             "pace": self.deadlines.to_values(),
             "late": self.server.late.to_values(),
             "stragglers": self.assembly.stragglers.tasks,
-            "strategy-state": self.server.method.state.to_values(),
+            "strategy-state": self.method.state.to_values(),
             "seconds": self.seconds(),
         }
-        kept = ArrayRecord({**self.server.method.kept, **self.server.late.kept(), **self.served.kept(self.arrays)})
+        kept = ArrayRecord({**self.method.kept, **self.server.late.kept(), **self.served.kept(self.arrays)})
         self.run_dir.save_checkpoint(self.arrays, self.values, kept)
 
 
