@@ -16,6 +16,7 @@ from piecework.training.parcels import pack
 
 Select = Callable[[int, Task, ArrayRecord], ArrayRecord]  # client, its task, the model -> what is sent
 Read = TypeVar("Read")
+Reader = Callable[[ClientReport, Answer], Read]
 
 
 class Dispatcher:
@@ -25,13 +26,9 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        registry: ClientRegistry,
-        weight_cache: WeightCache,
-        timeout: float,
-        note_crash: Callable[[int, int], None],
+        self, registry: ClientRegistry, cache: WeightCache, timeout: float, note_crash: Callable[[int, int], None]
     ) -> None:
-        self.registry, self.weight_cache, self.timeout, self.note_crash = registry, weight_cache, timeout, note_crash
+        self.registry, self.weight_cache, self.timeout, self.note_crash = registry, cache, timeout, note_crash
         self.tasks: dict[int, Task] = {}
         self.log: dict[int, ClientReport] = {}
         self.arrays = ArrayRecord()
@@ -88,10 +85,7 @@ class Dispatcher:
                 self.weight_cache.note(report.client, answer.outcome.missing)
 
     def answers(
-        self,
-        replies: Iterable[Message],
-        read: Callable[[ClientReport, Answer], Read],
-        note: Callable[[ClientReport, Answer], None] = ClientReport.read,
+        self, replies: Iterable[Message], read: Reader[Read], note: Reader[None] = ClientReport.read
     ) -> Iterator[tuple[ClientReport, Read]]:
         """Yield (report, what `read` makes of its answer) for each client that did its task (`read` below)."""
         for report, answer in self._received(replies):
@@ -99,11 +93,7 @@ class Dispatcher:
                 yield report, found
 
     def read(
-        self,
-        report: ClientReport,
-        answer: Answer,
-        read: Callable[[ClientReport, Answer], Read],
-        note: Callable[[ClientReport, Answer], None] = ClientReport.read,
+        self, report: ClientReport, answer: Answer, read: Reader[Read], note: Reader[None] = ClientReport.read
     ) -> Read | None:
         """Return what `read` makes of the answer of a client that did its task; None if it did not, or the answer is rejected.
 

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from piecework.device_profiles.fleet import Fleet, device_of, device_state
 from piecework.device_profiles.profile import DeviceState, measured_budget
 from piecework.federation.errors import TooFewNodesError
-from piecework.training.answers import UNUSABLE, AnswerError, printable, read_figures, read_node
+from piecework.training.answers import UNUSABLE, AnswerError, printable, read_figures, read_node, reason_of
 from piecework.training.messages import content_bytes
 from piecework.training.randomness import generator
 from piecework.training.settings.shared import MemorySettings
@@ -151,9 +151,7 @@ class ClientRegistry:
             self._clients[node] = self._admit(node, reply)
             self._failed.pop(node, None)
         except UNUSABLE as error:
-            self.last_error = printable(
-                str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}"
-            )
+            self.last_error = printable(reason_of(error))
             self._failed[node] = self.last_error, time.monotonic()
 
     def _admit(self, node: int, reply: Message) -> int:

@@ -14,7 +14,7 @@ from piecework.models.work_item import WorkItem
 from piecework.planning.counts import bits, dense_flops
 from piecework.planning.cut import Cut
 from piecework.planning.timing import local_work, work_flops, work_seconds
-from piecework.training.answers import UNUSABLE, Answer, AnswerError, printable, read_answer
+from piecework.training.answers import UNUSABLE, Answer, printable, read_answer, reason_of
 from piecework.training.messages import Task, content_bytes
 
 
@@ -98,7 +98,7 @@ class ClientReport:
         try:
             yield
         except UNUSABLE as error:
-            self.end("rejected", str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}")
+            self.end("rejected", reason_of(error))
 
     def account(
         self,

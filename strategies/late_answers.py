@@ -61,9 +61,9 @@ class Awaited(NamedTuple):
 class LateAnswers:
     """The late answers of a strategy that accepts them. A checkpoint holds those that have not been used.
 
-    On real devices an answer is read and checked when it comes, by the gate of all answers. Where clients are
-    emulated it has been; it is held until its client's simulated seconds have passed. Before it enters the model, the norms of
-    its update are compared with those accepted so far. `used` and `dropped` are for the record of the round.
+    On real devices an answer is read and checked when it comes, by the gate of all answers. Where clients are emulated it has
+    been; it is held until its client's simulated seconds have passed. Before it enters the model, the norms of its update are
+    compared with those accepted so far. `used` and `dropped` are for the record of the round.
     """
 
     def __init__(self, gate: UpdateGate) -> None:

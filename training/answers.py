@@ -29,6 +29,11 @@ class AnswerError(ValueError):
     """A client's answer is unusable. The message is the reason for the records."""
 
 
+def reason_of(error: BaseException) -> str:
+    """Return for the records why an answer is unusable."""
+    return str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}"
+
+
 LONGEST = 500  # characters of a client's text that are kept
 LARGEST = 1e30  # of figures without a range of their own: sums and products of them are still finite
 MOST_CLIENTS = 2**20

@@ -30,32 +30,32 @@ class AllSmallCut(Cut):
 
     def fit(self, minimum: int, maximum: int) -> Self:
         """Return the cut of the largest width ratio that fits `minimum` bytes. Raises ValueError if not even 1/64 fits."""
-        policy, needed = self.with_smallest(minimum), 0
+        cut, needed = self.with_smallest(minimum), 0
         if self.settings.heterofl.width_rule == "paper":
-            return policy.by_fraction(minimum)
+            return cut.by_fraction(minimum)
         low, high = 0, STEPS + 1  # in 64ths: `low` fits (0 is not tried), `high` does not
         while high - low > 1:
             middle = (low + high) // 2
             narrow = whole_model(vary(self.blueprint, Variant(width=middle / STEPS)))
             needed = self.cost_model.bytes(self.cost_model.fitted(narrow, 0))
-            low, high = (middle, high) if needed <= policy.allowed else (low, middle)
+            low, high = (middle, high) if needed <= cut.allowed else (low, middle)
         if not low:
             raise ValueError(
                 f"allsmall: with 1/{STEPS} of its channels the model needs {needed:,} bytes, and the poorest client has "
                 f"{minimum:,}; lower training.batch-size or architecture.width, or give clients more memory"
             )
-        return policy.narrow(low / STEPS)
+        return cut.narrow(low / STEPS)
 
     def by_fraction(self, budget: int) -> Self:
         """Return the cut whose width ratio is the budget's fraction of the full model's memory. Raises ValueError."""
         whole = self.cost_model.bytes(whole_model(self.blueprint))
-        policy = self.narrow(max(1, min(STEPS, STEPS * budget // whole)) / STEPS)
-        if (needed := policy.needed(policy.whole)) > policy.allowed:
+        cut = self.narrow(max(1, min(STEPS, STEPS * budget // whole)) / STEPS)
+        if (needed := cut.needed(cut.whole)) > cut.allowed:
             raise ValueError(
-                f"allsmall: heterofl.width-rule = 'paper' gives {policy.width:.4g} of the channels, which need {needed:,} "
+                f"allsmall: heterofl.width-rule = 'paper' gives {cut.width:.4g} of the channels, which need {needed:,} "
                 f"bytes, and the poorest client has {budget:,}; use heterofl.width-rule = budget"
             )
-        return policy
+        return cut
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return all atoms of the narrow model."""

@@ -102,12 +102,12 @@ class DepthFLServing(Serving):
 
     def device_models(self, server_round: int) -> list[DeviceModel]:
         """Return the blocks of each depth that a device trains, which predict by the mean of their exits' logits."""
-        policy, deepest = self.method.cut, self.method.state.deepest
-        counts = Counter(min(policy.deepest(state.allowed_bytes), deepest) for state in self.device_states())
+        cut, deepest = self.method.cut, self.method.state.deepest
+        counts = Counter(min(cut.deepest(state.allowed_bytes), deepest) for state in self.device_states())
         models = []
         for depth in sorted(counts.keys() - {0}, reverse=True):
-            item = policy.depth(depth)
-            part, name = (item.atoms, item.head), policy.part(item).name
+            item = cut.depth(depth)
+            part, name = (item.atoms, item.head), cut.part(item).name
             models.append(DeviceModel(name, counts[depth], self.variant, self.arrays, part))
         return models
 

@@ -88,22 +88,20 @@ def query_cost(
     return trace(work).peak_bytes
 
 
-def validation_steps(
-    policy: FedProphetCut, modules: Sequence[Piece], allowed: int, examples: int
-) -> list[EvaluationStep]:
+def validation_steps(cut: FedProphetCut, modules: Sequence[Piece], allowed: int, examples: int) -> list[EvaluationStep]:
     """Return the step in which a client with that many validation `examples` validates modules, for `Task.evaluation`."""
-    blueprint = policy.model
+    blueprint = cut.model
     units = tuple(tuple(unit_signature(blueprint, f"atoms.{atom}") for atom in module) for module in modules)
     head, attack = unit_signature(blueprint, head_behind(blueprint, modules[-1][-1])), on_images(blueprint, 1)
 
     def needed(_: int, size: int, held: str) -> int:
-        config, (pieces, all_held) = forward_only(policy.cost_model.training_config, size), pieces_held(modules, held)
+        config, (pieces, all_held) = forward_only(cut.cost_model.training_config, size), pieces_held(modules, held)
         return once(
             ("validation", config, units, head, held),
             lambda: recall(validation_cost, blueprint, pieces, config, attack, held=all_held),
         )
 
-    return chosen(policy, blueprint, needed, allowed, examples, ways=(WHOLE, MODULES, MODULE, ATOM))
+    return chosen(cut, blueprint, needed, allowed, examples, ways=(WHOLE, MODULES, MODULE, ATOM))
 
 
 def query_steps(

@@ -47,9 +47,9 @@ class ProFLCut(Cut):
         If a step is too large for the `maximum` bytes of the richest client, every atom is a block. Raises
         AtomTooLargeError (by budget) or ValueError (by architecture) if even a single atom does not fit.
         """
-        policy = self.with_smallest(minimum)
+        cut = self.with_smallest(minimum)
         if self.settings.profl.blocks == "budget":
-            return policy.divided(self.by_budget(minimum))
+            return cut.divided(self.by_budget(minimum))
         allowed = allowance(maximum, self.settings.memory.excess)
         step, needed = self.largest()
         if needed > allowed:
@@ -57,14 +57,14 @@ class ProFLCut(Cut):
                 "step %s needs %s bytes, more than any client has (%s): every atom is a block (layer-wise training)",
                 *(step, f"{needed:,}", f"{allowed:,}"),
             )
-            policy = policy.divided(self.by_layer())
-            step, needed = policy.largest()
+            cut = cut.divided(self.by_layer())
+            step, needed = cut.largest()
         if needed > allowed:
             raise ValueError(
                 f"step {step} of layer-wise training needs {needed:,} bytes, and the richest client has {allowed:,}: no client "
                 "could train its atom; lower training.batch-size or architecture.width, or give clients more memory"
             )
-        return policy
+        return cut
 
     def divided(self, blocks: Sequence[Piece]) -> Self:
         """Return the cut with these blocks."""
@@ -93,8 +93,8 @@ class ProFLCut(Cut):
     def _with_block(self, start: int, end: int, later: list[Piece]) -> int:
         """Return the bytes of the step of the atoms `start` to `end` - 1, with the blocks `later` after them."""
         before = [tuple(range(start))] if start else []
-        policy, t = self.divided([*before, tuple(range(start, end)), *later]), len(before) + 1
-        return policy.needed_in_step(t)[policy.item(policy.step(t))]
+        cut, t = self.divided([*before, tuple(range(start, end)), *later]), len(before) + 1
+        return cut.needed_in_step(t)[cut.item(cut.step(t))]
 
     def by_layer(self) -> list[Piece]:
         """Return blocks of one atom each, for "layer-wise training" (section 3.1)."""

@@ -40,8 +40,8 @@ class WidestServing(Serving):
     @property
     def variant(self) -> Variant:
         """The variant of the net that is served."""
-        policy = self.method.cut
-        return policy.variant if self.level is None else policy.net_variant(self.level)
+        cut = self.method.cut
+        return cut.variant if self.level is None else cut.net_variant(self.level)
 
     def arrays(self, trained: ArrayRecord) -> ArrayRecord:
         """Return the arrays of the net that is served."""
@@ -49,9 +49,9 @@ class WidestServing(Serving):
 
     def device_models(self, server_round: int) -> list[DeviceModel]:
         """Return the net of each ratio that a device trains."""
-        policy, select = self.method.cut, self.select(server_round)
-        fitting = [(policy.level_of(state), state.allowed_bytes) for state in self.device_states()]
-        counts = Counter(level for level, allowed in fitting if policy.needed(policy.sub_model(level)) <= allowed)
+        cut, select = self.method.cut, self.select(server_round)
+        fitting = [(cut.level_of(state), state.allowed_bytes) for state in self.device_states()]
+        counts = Counter(level for level, allowed in fitting if cut.needed(cut.sub_model(level)) <= allowed)
         return [self._device_model(level, count, select) for level, count in sorted(counts.items())]
 
     def select(self, server_round: int) -> Select:
@@ -59,20 +59,20 @@ class WidestServing(Serving):
         return ordered
 
     def _device_model(self, level: int, clients: int, select: Select) -> DeviceModel:
-        ratio, policy = self.method.cut.ratios[level], self.method.cut
+        ratio, cut = self.method.cut.ratios[level], self.method.cut
         name = "all channels" if ratio == 1 else f"{ratio:.4g} of the channels"
         if level == self.level or (ratio == 1 and self.level is None):
             return DeviceModel(name, clients, self.variant, self.arrays)
-        return DeviceModel(name, clients, policy.net_variant(level), partial(self.net, level=level, select=select))
+        return DeviceModel(name, clients, cut.net_variant(level), partial(self.net, level=level, select=select))
 
     def net(self, trained: ArrayRecord, level: int, select: Select = ordered) -> ArrayRecord:
         """Return the net of ratio number `level` as a model of its own: selected channels, with the Scaler in the weights."""
-        method, policy = self.method, self.method.cut
-        model = vary(policy.blueprint, policy.net_variant(level))
+        method, cut = self.method, self.method.cut
+        model = vary(cut.blueprint, cut.net_variant(level))
         indices = sub_indices(method.axes, method.full, shapes(model), select)
         found = {name: take(trained[name].numpy(), where) for name, where in indices.items()}
-        if policy.scaled:
-            found |= {name: found[name] / q for name, q in scaled_arrays(model, policy.blueprint).items()}
+        if cut.scaled:
+            found |= {name: found[name] / q for name, q in scaled_arrays(model, cut.blueprint).items()}
         return ArrayRecord({name: Array(array) for name, array in found.items()})
 
 
@@ -83,9 +83,9 @@ class NestedServing(WidestServing):
 
     def net(self, trained: ArrayRecord, level: int, select: Select = ordered) -> ArrayRecord:
         """Return the net of ratio number `level` as a model of its own, whose norms are plain ones."""
-        found, policy = super().net(trained, level, select), self.method.cut
-        for kind in ("weight", "bias") if policy.separate else ():
-            own = own_name(kind, policy.ratios[level])
+        found, cut = super().net(trained, level, select), self.method.cut
+        for kind in ("weight", "bias") if cut.separate else ():
+            own = own_name(kind, cut.ratios[level])
             for name in [name for name in trained if name.endswith(f".{own}")]:
                 found[name.removesuffix(own) + kind] = trained[name]
         return found

@@ -101,11 +101,11 @@ class SplitMixServing(Serving):
 
     def device_models(self, server_round: int) -> list[DeviceModel]:
         """Return the ensemble of each number of base nets that a device trains."""
-        policy = self.method.cut
-        fitting = [(policy.nets_of(state), state.allowed_bytes) for state in self.device_states()]
-        counts = Counter(n for n, allowed in fitting if policy.needed(policy.mix(range(n))) <= allowed)
+        cut = self.method.cut
+        fitting = [(cut.nets_of(state), state.allowed_bytes) for state in self.device_states()]
+        counts = Counter(n for n, allowed in fitting if cut.needed(cut.mix(range(n))) <= allowed)
         return [
-            DeviceModel(counted(n), clients, policy.variant_of(range(n)), partial(of_nets, nets=range(n)))
+            DeviceModel(counted(n), clients, cut.variant_of(range(n)), partial(of_nets, nets=range(n)))
             for n, clients in sorted(counts.items(), reverse=True)
         ]
 
