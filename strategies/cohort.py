@@ -15,7 +15,7 @@ def draw_clients(
     their processes died, with their crashes in a row; they are better than too few.
     """
     chosen = [client for client in able if client not in crashes]
-    if len(chosen) < max(1, settings.faults.min_clients):
+    if len(chosen) < settings.least:
         chosen = [*able]
     excluded = {client: crashes[client] for client in able if client not in chosen}
     return sample_clients(chosen, settings.asked, settings.seed, server_round) if chosen else [], excluded

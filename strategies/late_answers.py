@@ -96,7 +96,7 @@ class LateAnswers:
         self, server_round: int, report: ClientReport, update: CheckedUpdate, model: ArrayRecord, *, arrived: bool
     ) -> None:
         key, (client, device) = (server_round, report.client), (report.client, report.device)
-        self.changes[key] = {n: changed(n, array, model[n].numpy()) for n, array in update.arrays.items()}
+        self.changes[key] = {n: measure_change(n, array, model[n].numpy()) for n, array in update.arrays.items()}
         trained, norms = list(report.trained), dict(update.norms)
         self.held[key] = Held(client, server_round, device, update.examples, trained, norms, arrived)
 
@@ -136,7 +136,7 @@ class LateAnswers:
                 self._drop(held.client, held.round, f"rejected: {error}")
                 continue
             weight = held.examples * discount(age)
-            current.mean.add({name: added(name, c, model[name].numpy()) for name, c in changes.items()}, weight)
+            current.mean.add({name: add_change(name, c, model[name].numpy()) for name, c in changes.items()}, weight)
             told = {key: value for key, value in asdict(held).items() if key not in ("norms", "arrived")}
             self.used.append(told | {"age": age, "weight": weight})
 
@@ -178,7 +178,7 @@ def is_step(name: str, array: np.ndarray) -> bool:
     return np.issubdtype(array.dtype, np.floating) and not name.endswith(("running_mean", "running_var"))
 
 
-def changed(name: str, array: np.ndarray, sent: np.ndarray) -> np.ndarray:
+def measure_change(name: str, array: np.ndarray, sent: np.ndarray) -> np.ndarray:
     """Return what a client changed of an array that it was sent, in the array's dtype; statistics as they are.
 
     The result is no view of the client's message, which would stay in memory with it.
@@ -186,6 +186,6 @@ def changed(name: str, array: np.ndarray, sent: np.ndarray) -> np.ndarray:
     return np.subtract(array, sent, dtype=np.float64).astype(array.dtype) if is_step(name, array) else array.copy()
 
 
-def added(name: str, change: np.ndarray, present: np.ndarray) -> np.ndarray:
+def add_change(name: str, change: np.ndarray, present: np.ndarray) -> np.ndarray:
     """Return a change on top of the present array, in float64; statistics as they are."""
     return np.add(present, change, dtype=np.float64) if is_step(name, change) else change

@@ -28,7 +28,7 @@ from piecework.server_app.local_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.server_app.used_settings import require_used
 from piecework.strategies import STRATEGIES, find_method
-from piecework.strategies.late_answers import added, changed, discount
+from piecework.strategies.late_answers import add_change, discount, measure_change
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.settings.shared import AVERAGED
 
@@ -46,7 +46,7 @@ def test_a_change_is_added_to_the_present_model() -> None:
     sent, trained, present = (np.array([value], np.float32) for value in (1.0, 1.5, 3.0))
     mean = WeightedMean()
     mean.add({"head.weight": np.array([2.0], np.float32)}, 30)
-    late = added("head.weight", changed("head.weight", trained, sent), present)
+    late = add_change("head.weight", measure_change("head.weight", trained, sent), present)
     mean.add({"head.weight": late}, 20 * discount(3))
     assert mean["head.weight"].tolist() == [(30 * 2.0 + 10 * 3.5) / 40]
 
@@ -54,7 +54,7 @@ def test_a_change_is_added_to_the_present_model() -> None:
 def test_statistics_and_counts_are_no_steps() -> None:
     for name, value in (("bn.running_var", np.float32(0.25)), ("bn.num_batches_tracked", np.int64(7))):
         sent, trained, present = np.asarray(value * 9), np.asarray(value), np.asarray(value * 4)
-        assert added(name, changed(name, trained, sent), present) == value
+        assert add_change(name, measure_change(name, trained, sent), present) == value
 
 
 def by_hand(run: RunDir, grid: RecordingGrid, server_round: int, before: dict[str, Any]) -> dict[str, np.ndarray]:
