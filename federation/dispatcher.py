@@ -9,12 +9,12 @@ from piecework.device_profiles.profile import is_limit
 from piecework.federation.registry import ClientRegistry
 from piecework.federation.reports import ClientReport
 from piecework.federation.transport import MESSAGE_LIFETIME
-from piecework.federation.weight_cache import WeightCache
+from piecework.federation.weight_cache import WeightCache, without_units
+from piecework.planning.assignment import Select, everything
 from piecework.training.answers import Answer
 from piecework.training.messages import Task, content_bytes
 from piecework.training.parcels import pack
 
-Select = Callable[[int, Task, ArrayRecord], ArrayRecord]  # client, its task, the model -> what is sent
 Read = TypeVar("Read")
 Reader = Callable[[ClientReport, Answer], Read]
 
@@ -38,23 +38,24 @@ class Dispatcher:
         kind: str,
         tasks: Mapping[int, Task],
         arrays: ArrayRecord,
-        select: Select,
+        sends: Mapping[int, Select],
         reports: Mapping[int, ClientReport] | None = None,
     ) -> Iterator[Message]:
         """Yield one message per client, built when it is sent. Clients whose frozen units did not arrive get none.
 
-        `select` returns the arrays of the model that are sent with a task. `reports` are the reports for `log` if these exist
-        already.
+        `sends` selects the arrays of the model that a client is sent, all by default; its task's frozen units are left out.
+        `reports` are the reports for `log` if these exist already.
         """
         self.tasks, self.arrays = dict(tasks), arrays
         self.log = {client: ClientReport(client, "", 0) for client in tasks} if reports is None else dict(reports)
-        return self._messages(kind, select)
+        return self._messages(kind, sends)
 
-    def _messages(self, kind: str, select: Select) -> Iterator[Message]:
+    def _messages(self, kind: str, sends: Mapping[int, Select]) -> Iterator[Message]:
         for client, task in self.tasks.items():
             if client in self.weight_cache.unreached:
                 continue
-            content = RecordDict({"task": task.to_record(), "arrays": pack(select(client, task, self.arrays).items())})
+            sent = without_units(sends.get(client, everything)(self.arrays), task.frozen)
+            content = RecordDict({"task": task.to_record(), "arrays": pack(sent.items())})
             self.log[client].bytes_down += content_bytes(content)
             self.log[client].reason = "no answer within messages.round-timeout"
             node = self.registry.members[client].node_id

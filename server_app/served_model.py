@@ -30,7 +30,6 @@ from piecework.federation.aggregation import (
     spec_of,
 )
 from piecework.federation.reports import ClientReport
-from piecework.federation.weight_cache import without_units
 from piecework.models.cascade import Blueprint, unit_of
 from piecework.models.partition import Piece
 from piecework.models.static_norms import has_batch_norms, is_statistic, with_statistics
@@ -134,19 +133,12 @@ class ServedModel:
         self.statistics, self._of = ArrayRecord(), (arrays, atoms, head)
         needed, weights = self.needed(atoms, head), self.weights(arrays)
         sent = ArrayRecord({name: array for name, array in weights.items() if unit_of(name) in {*units(atoms), head}})
-        frozen = server.frozen_units(server_round)
-        tasks = {
-            client: self._with_frozen_hashes(self.task(client, server_round, model, needed), sent, frozen)
-            for client in self.clients(server_round, grid, last=last)
-            if server.resources.affords(client, server_round, needed)
-        }
-        return server.dispatcher.configure(
-            "query.statistics", tasks, sent, lambda _, task, model: without_units(model, task.frozen)
-        )
-
-    def _with_frozen_hashes(self, task: Task, sent: ArrayRecord, frozen: Iterable[str]) -> Task:
-        """Return the task with the content hashes of these frozen units."""
-        return self.server.weight_cache.with_frozen_hashes(task, sent, frozen)
+        frozen, tasks = server.frozen_units(server_round), {}
+        for client in self.clients(server_round, grid, last=last):
+            if server.resources.affords(client, server_round, needed):
+                task = self.task(client, server_round, model, needed)
+                tasks[client] = server.weight_cache.with_frozen_hashes(task, sent, frozen)
+        return server.dispatcher.configure("query.statistics", tasks, sent, {})
 
     def clients(self, server_round: int, grid: Grid, *, last: bool) -> list[int]:
         """Return the reachable clients that trained in the round, or a new sample for the round if there are none.

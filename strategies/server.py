@@ -14,7 +14,7 @@ from piecework.federation.dispatcher import Dispatcher
 from piecework.federation.faults import UNRESPONSIVE_STATUSES
 from piecework.federation.public_data import public_examples
 from piecework.federation.reports import ClientReport, verdict
-from piecework.federation.weight_cache import WeightCache, without_units
+from piecework.federation.weight_cache import WeightCache
 from piecework.planning.assignment import Assignment, Context, least_bytes
 from piecework.planning.costs import cost_model_for
 from piecework.planning.cut import trains_adversarially
@@ -180,13 +180,9 @@ class MethodServer(Strategy):
         reports: dict[int, ClientReport] | None = None,
     ) -> Iterable[Message]:
         """Return the messages that carry assignments of a kind, with the arrays of the model that each sends."""
-
-        def sent(client: int, _: Task, model: ArrayRecord) -> ArrayRecord:
-            assignment = assigned[client].assignment
-            return without_units(assignment.sends(model), assignment.frozen)
-
         tasks = {client: each.task for client, each in assigned.items()}
-        return self.dispatcher.configure(kind, tasks, arrays, sent, reports)
+        sends = {client: each.assignment.sends for client, each in assigned.items()}
+        return self.dispatcher.configure(kind, tasks, arrays, sends, reports)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
