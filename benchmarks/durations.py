@@ -42,6 +42,9 @@ from piecework.planning.part import Part, whole_model
 from piecework.planning.timing import local_work, work_flops
 from piecework.plans.plan import planner_for
 from piecework.plans.question import PlanQuestion, ask
+from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
+from piecework.strategies.cascade.profl.settings import ProFLSettings
+from piecework.strategies.low_rank.prism.settings import PriSMSettings
 from piecework.training.settings import Settings
 
 SPEED = 1e11  # FLOP/s of two cores, which decides only how a preset is measured
@@ -149,9 +152,9 @@ def random_run(settings: Settings, work: Work) -> tuple[tuple[str, ...], tuple[i
         values |= {"attack.steps": settings.attack.steps, "evaluation.attack-steps": 1, "evaluation.attack-examples": 2}
         values["memory.model"] = settings.memory.model
     if settings.strategy == "fedprophet":
-        values |= {"fedprophet.r-min": settings.fedprophet.r_min}
+        values |= {"fedprophet.r-min": settings.of(FedProphetSettings).r_min}
     if settings.strategy == "prism":
-        values |= {"prism.keep-ratios": settings.prism.keep_ratios}
+        values |= {"prism.keep-ratios": settings.of(PriSMSettings).keep_ratios}
     found = tuple(f"{key}={value}" for key, value in values.items() if value != "")
     found += SHORT.get(settings.strategy, ("num-rounds=2",))
     return found, shape, classes, is_token_model(settings.model)
@@ -211,9 +214,9 @@ def parts_of(planner: Planner, stage: int, state: DeviceState, slowest: float) -
 
 def stage_rounds(settings: Settings, policy: Cut) -> list[int]:
     """Return how many rounds train each stage of a plan at most; a map of ProFL counts as a round of its block."""
-    count, own = len(policy.stages), settings.profl
+    count, own = len(policy.stages), settings.of(ProFLSettings)
     if settings.strategy == "fedprophet":
-        return [settings.fedprophet.stage_rounds or settings.num_rounds // count] * count
+        return [settings.of(FedProphetSettings).stage_rounds or settings.num_rounds // count] * count
     if settings.strategy != "profl":
         return [settings.num_rounds]
     twice = own.shrinking
@@ -231,7 +234,7 @@ def other_flops(settings: Settings, policy: Cut, examples: int) -> float:
     each += settings.evaluation.attack_examples * per_attack if attacks else 0
     total = each * settings.num_rounds / settings.evaluation.every
     if settings.strategy in ("fedprophet", "jfat"):
-        everyone = settings.fedprophet.validation_clients == "all"
+        everyone = settings.of(FedProphetSettings).validation_clients == "all"
         clients = settings.clients if everyone else settings.clients_per_round
         fraction = settings.data.validation_fraction
         images = clients * examples * fraction / (1 - fraction)

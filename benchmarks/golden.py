@@ -26,7 +26,7 @@ import torch
 
 from piecework.engines.launch import launch
 from piecework.server_app.records import RunDir, read_arrays
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 from piecework.training.settings import Settings
 
 ROUNDS = 3
@@ -103,7 +103,7 @@ Found = dict[str, Any]
 def cases() -> dict[str, dict[str, Any]]:
     """Return the settings of each case by name: `fedepth`, `fedepth batch`, `fedepth adversarial`, `fedepth resumed`, ..."""
     found = {}
-    for strategy in STRATEGIES:
+    for strategy in METHODS:
         settings = TINY | {"strategy": strategy} | NEEDED.get(strategy, {})
         if strategy not in PERSONAL:
             settings |= {"evaluation.on-clients-every": 1}
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="strategies, separated by commas; default: all")
     options = parser.parse_args()
     only = [name for name in options.only.split(",") if name]
-    if unknown := sorted(set(only) - set(STRATEGIES)):
+    if unknown := sorted(set(only) - set(METHODS)):
         parser.error(f"--only {options.only}: unknown strategies {', '.join(unknown)}")
     if options.action == "check" and not options.file.is_file():
         parser.error(f"{options.file} is not there: record it first, with the code from before the change")

@@ -34,8 +34,8 @@ from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import Run
 from piecework.server_app.summary import summarise
-from piecework.strategies import STRATEGIES
 from piecework.training.answers import Figures
+from piecework.training.methods import METHODS
 from piecework.training.parcels import pack, unpack
 from piecework.training.settings import Settings
 from piecework.training.setup import open_dataset
@@ -298,7 +298,7 @@ def main() -> None:
     """Attack the systems that the command line names, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=100_000, help="changed answers, of all systems together")
-    parser.add_argument("--only", default=",".join(STRATEGIES), help="systems, separated by commas")
+    parser.add_argument("--only", default=",".join(METHODS), help="systems, separated by commas")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     systems = arguments.only.split(",")

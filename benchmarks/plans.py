@@ -12,14 +12,14 @@ import sys
 import time
 
 from piecework.models.zoo import MODELS, is_token_model
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 
 
 def main() -> None:
     """Print a line per plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--strategies", default=",".join(METHODS))
     parser.add_argument("--top", type=int, default=10, help="how many lines")
     parser.add_argument("options", nargs="*", help="passed on to piecework plan")
     asked = parser.parse_args()

@@ -22,6 +22,7 @@ from piecework.models.cascade import Blueprint, Cascade
 from piecework.models.kernels import decompose, sample
 from piecework.models.low_rank import computed, factors, is_place, low_rank
 from piecework.server_app.records import RunDir
+from piecework.strategies.low_rank.prism.settings import PriSMSettings
 from piecework.training.examples import as_inputs
 from piecework.training.loop import predictions
 from piecework.training.settings import Settings
@@ -35,13 +36,15 @@ def sub_model(
     blueprint: Blueprint, arrays: Arrays, keep: float, settings: Settings, rng: np.random.Generator
 ) -> Cascade:
     """Return a sub-model of the model with these arrays."""
-    channels = settings.prism.output_channels
+    channels = settings.of(PriSMSettings).output_channels
     small = low_rank(blueprint, keep, narrow=channels != "all", scattered=channels == "random")
     model, state, rows = Cascade(small), dict(arrays), {}
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     for layer in factors(small):
         sigma, v, u = decompose(state.pop(layer.weight))
-        chosen = sample(sigma, shapes[layer.v][0], settings.prism.kappa, rng, settings.prism.kernel_sampling)
+        chosen = sample(
+            sigma, shapes[layer.v][0], settings.of(PriSMSettings).kappa, rng, settings.of(PriSMSettings).kernel_sampling
+        )
         state[layer.v], state[layer.u] = v[chosen], u[:, chosen]
         kept = shapes[layer.u][0]
         rows[layer.weight] = (

@@ -11,32 +11,7 @@ from piecework.models.cascade import Blueprint
 from piecework.models.width import Indices
 from piecework.training.answers import Metrics
 from piecework.training.messages import Task
-
-TRAINERS = {
-    "allsmall": "piecework.client_app.whole",  # with a narrow model
-    "depthfl": "piecework.strategies.cascade.depthfl.client",
-    "exclusivefl": "piecework.client_app.whole",  # the server samples only clients that can afford it
-    "fedavg": "piecework.client_app.whole",
-    "feddf": "piecework.strategies.distillation.feddf.client",
-    "feddrop": "piecework.strategies.width.heterofl.client",  # the server chooses other channels
-    "fedepth": "piecework.strategies.cascade.fedepth.client",
-    "fedet": "piecework.strategies.distillation.feddf.client",  # differs from FedDF on the server only
-    "fedpm": "piecework.strategies.sparse.fedpm.client",
-    "fedprophet": "piecework.strategies.cascade.fedprophet.client",
-    "fedrbn": "piecework.strategies.whole.fedrbn.client",
-    "fedrolex": "piecework.strategies.width.heterofl.client",
-    "fjord": "piecework.strategies.width.fjord.client",
-    "heterofl": "piecework.strategies.width.heterofl.client",
-    "jfat": "piecework.strategies.cascade.fedprophet.client",  # one module, which is the whole model
-    "local": "piecework.strategies.sparse.spafl.client",  # without communication
-    "m-fedepth": "piecework.strategies.cascade.fedepth.client_of_m",
-    "origdrop": "piecework.strategies.width.heterofl.client",
-    "orthdrop": "piecework.strategies.low_rank.prism.client",
-    "prism": "piecework.strategies.low_rank.prism.client",
-    "profl": "piecework.strategies.cascade.profl.client",
-    "spafl": "piecework.strategies.sparse.spafl.client",
-    "splitmix": "piecework.strategies.width.splitmix.client",
-}
+from piecework.training.methods import find_entry
 
 
 def find_trainer(strategy: str) -> Callable[[Task, Client], Update]:
@@ -77,6 +52,4 @@ def find_query(strategy: str) -> Callable[[Task, Client], Metrics]:
 
 
 def _module(strategy: str) -> ModuleType:
-    if strategy not in TRAINERS:
-        raise ValueError(f"strategy {strategy!r} has no trainer; strategies with one are {', '.join(TRAINERS)}")
-    return import_module(TRAINERS[strategy])
+    return import_module(find_entry(strategy).client)

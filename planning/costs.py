@@ -7,6 +7,7 @@ traces of parts that they train alike. Processes share what was traced by device
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from piecework.device_profiles.clock import Batch
 from piecework.device_profiles.memory import StepCost
@@ -161,15 +162,14 @@ class CostModel:
         """The cost model of the same training config without an attack."""
         if self.training_config.attack is None:
             return self
-        return self._with(replace(self.training_config, attack=None), self.ways)
+        return self.having(training_config=replace(self.training_config, attack=None))
 
-    def with_ways(self, ways: Sequence[str]) -> "CostModel":
-        """Return the cost model of the same training config with other ways of `memory.fit`."""
-        return self._with(self.training_config, ways)
-
-    def _with(self, training_config: TrainingConfig, ways: Sequence[str]) -> "CostModel":
-        options = {"frozen_training": self.frozen_training, "rounded": self.rounded}
-        return CostModel(training_config, self.memory_model, self.reference, self.feature_norm, **options, ways=ways)
+    def having(self, **changes: Any) -> "CostModel":
+        """Return the cost model with other arguments than these, by name; or this one if they are as they were."""
+        if all(getattr(self, name) == value for name, value in changes.items()):
+            return self
+        names = ("training_config", "memory_model", "reference", "feature_norm", "frozen_training", "rounded", "ways")
+        return CostModel(**{name: getattr(self, name) for name in names} | changes)
 
     def batch(self, part: Part, size: float) -> Batch:
         """Return a training step of a part on `size` examples, for the emulated clock of devices that swap."""
@@ -211,8 +211,6 @@ def cost_model_for(
         training_config,
         MEMORY_MODELS.get(settings.memory.model),
         reference,
-        settings.fedprophet.feature_norm,
-        frozen_training=settings.profl.frozen_mode == "training",
         rounded=settings.memory.features == "bfloat16",
         ways=settings.memory.ways,
     )

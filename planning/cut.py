@@ -14,10 +14,10 @@ from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.costs import CostModel
 from piecework.planning.counts import entries
 from piecework.planning.part import Part
+from piecework.training.capabilities import Capabilities
 from piecework.training.settings import Settings
 
 

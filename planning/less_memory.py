@@ -28,7 +28,7 @@ class LessMemory:
 
 def in_less_memory(cost_model: CostModel, part: Part, allowed: Iterable[int]) -> LessMemory | None:
     """Return how far `memory.fit` helps devices that may use `allowed` bytes each; None if the part has no other step."""
-    costs = cost_model.with_ways(FIT.split(","))
+    costs = cost_model.having(ways=tuple(FIT.split(",")))
     if costs.memory_model is not None or not part.ways:
         return None
     least = costs.bytes(costs.fitted(part, 0))

@@ -11,7 +11,8 @@ def describe(settings: Settings) -> str:
     """Return the schedule with its length in words: `cosine over 20 rounds`."""
     if settings.training.lr_schedule == "constant":
         return "constant"
-    again = ", again in every stage" if settings.restarts_rates else ""
+    restarts = _restarting(settings)
+    again = ", again in every stage" if restarts and settings.to_run_config()[restarts] else ""
     if settings.training.lr_schedule == "exponential":
         return f"times {settings.training.lr_decay:g} a round{again}"
     return f"cosine over {settings.training.lr_rounds or settings.num_rounds} rounds{again}"
@@ -26,13 +27,18 @@ def low_lr_warning(settings: Settings, rates: Mapping[str, float]) -> str:
     if not low:
         return ""
     listed = ", ".join(f"{stage} ({rate:.2g})" for stage, rate in low.items())
-    restarts = next((key for key in find_settable(settings) if key.endswith(".lr-restart")), "")
+    restarts = _restarting(settings)
     remedy = f"{restarts} = true, or " if restarts else ""
     longer = "training.lr-rounds" if settings.training.lr_schedule == "cosine" else "training.lr-decay"
     return (
         f"the learning rate never exceeds 1 % of training.lr = {settings.training.lr:g} in {listed}: the schedule "
         f"({describe(settings)}) goes on over all stages. Set {remedy}a larger {longer}"
     )
+
+
+def _restarting(settings: Settings) -> str:
+    """Return the key of the method's setting by which the schedule begins again with every stage; empty if it has none."""
+    return next((key for key in find_settable(settings) if key.endswith(".lr-restart")), "")
 
 
 def require_rates(settings: Settings, to_come: Iterable[tuple[int, int]], run: str) -> None:

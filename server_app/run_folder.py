@@ -32,7 +32,8 @@ def resolve_run_dir(settings: Settings) -> RunDir:
         require_new(run_dir)
         return run_dir
     now = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    return RunDir(output_dir / f"{settings.strategy}-{short_name(settings.dataset)}-seed{settings.seed}-{now}")
+    strategy = settings.strategy.rpartition(":")[2]
+    return RunDir(output_dir / f"{strategy}-{short_name(settings.dataset)}-seed{settings.seed}-{now}")
 
 
 def require_new(run_dir: RunDir) -> None:

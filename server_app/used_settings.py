@@ -6,22 +6,22 @@ checked, because Flower passes all keys, whether the user set them or not.
 
 from collections.abc import Collection, Iterable, Mapping
 
-from piecework.strategies import STRATEGIES, find_method
+from piecework.training.capabilities import Case
 from piecework.training.settings import Scalar, Settings, SettingsError
-from piecework.training.settings.run import cases, fields
-from piecework.training.settings.table import Case
+from piecework.training.settings.cases import cases, default, holds
 
 
 def find_settable(settings: Settings) -> list[str]:
     """Return the keys that only some runs use, and those with these settings do."""
-    values = settings.to_run_config()
-    return [key for key, allowed in cases().items() if any(holds(case, values) for case in allowed)]
+    values, known = settings.to_run_config(), cases(settings.strategy)
+    return [key for key, allowed in known.items() if any(holds(case, values) for case in allowed)]
 
 
 def find_unused(settings: Settings) -> list[str]:
     """Return the keys whose values differ from their defaults although no run with these settings uses them."""
     values, settable = settings.to_run_config(), find_settable(settings)
-    return [key for key in cases() if values[key] != default(key) and key not in settable]
+    given = [key for key in cases(settings.strategy) if values[key] != default(key, settings.strategy)]
+    return [key for key in given if key not in settable]
 
 
 def require_used(settings: Settings, among: Collection[str] | None = None) -> None:
@@ -36,12 +36,13 @@ def require_used(settings: Settings, among: Collection[str] | None = None) -> No
 
 def refusal(key: str, values: Mapping[str, Scalar]) -> str:
     """Return why a run with these values does not use a setting."""
-    governing = {name for case in cases()[key] for name in case if not holds({name: case[name]}, values)}
+    used_in = cases(str(values["strategy"]))[key]
+    governing = {name for case in used_in for name in case if not holds({name: case[name]}, values)}
     have = ", ".join(f"{name} is {values[name]!r}" for name in sorted(governing))
-    owners = ", or to ".join(map(describe_case, cases()[key]))
+    owners = ", or to ".join(map(describe_case, used_in))
     return (
         f"setting {key} = {values[key]!r} has no effect here: it belongs to {owners}, and {have}. "
-        f"Leave it out, or set it to its default, {default(key)!r}"
+        f"Leave it out, or set it to its default, {default(key, str(values['strategy']))!r}"
     )
 
 
@@ -52,29 +53,14 @@ def without_unused(given: Mapping[str, Scalar], preset: Mapping[str, Scalar]) ->
     unused. Raises SettingsError.
     """
     values = dict(preset) | dict(given)
+    known = cases(str(values.get("strategy", "")))
     changed = {key for key, value in given.items() if value != preset.get(key, default(key))}
     dropped = [
         key
         for key in find_unused(Settings.from_run_config(values))
-        if key in preset and key not in given and changed & {name for case in cases()[key] for name in case}
+        if key in preset and key not in given and changed & {name for case in known[key] for name in case}
     ]
     return {key: value for key, value in values.items() if key not in dropped}, dropped
-
-
-def holds(case: Case, values: Mapping[str, Scalar]) -> bool:
-    """Return whether each key of a case has one of its values."""
-    return all(
-        any(value in allowed for value in (lineage(str(values[key])) if key == "strategy" else [values[key]]))
-        for key, allowed in case.items()
-    )
-
-
-def lineage(strategy: str) -> list[str]:
-    """Return the strategy and, for a user's own strategy, those that it derives from, whose settings it may read."""
-    module, _ = STRATEGIES.get(strategy, ("piecework.strategies.", ""))
-    if module.startswith("piecework.strategies."):
-        return [strategy]
-    return [strategy, *(found for base in find_method(strategy).__mro__ if (found := base.__dict__.get("name")))]
 
 
 def describe_case(case: Case) -> str:
@@ -86,9 +72,3 @@ def join_values(values: Iterable[Scalar]) -> str:
     """Return `A, B or C`, with true and false in TOML's spelling."""
     *others, last = (str(value).lower() if isinstance(value, bool) else str(value) for value in values)
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def default(key: str) -> Scalar:
-    """Return the default of a setting, or an empty text if there is no such setting."""
-    value: Scalar = fields()[key].default if key in fields() else ""
-    return value

@@ -30,7 +30,6 @@ from piecework.models.partition import Piece
 from piecework.models.variant import vary
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context, fitting_parts
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.costs import CostModel
 from piecework.planning.cut import Cut
 from piecework.planning.evaluation_cost import evaluation_steps
@@ -38,11 +37,13 @@ from piecework.planning.part import Part
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.serving import Serving
 from piecework.strategies.state import Progress, StrategyState
+from piecework.training.capabilities import Capabilities, Refusal
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.examples import Examples
 from piecework.training.loop import PieceModel
 from piecework.training.messages import Task
 from piecework.training.settings import Settings
+from piecework.training.settings.table import Table
 
 
 @dataclass
@@ -106,6 +107,10 @@ class Method:
 
     name: ClassVar[str]
     can: ClassVar[Capabilities] = Capabilities()
+    refuses: ClassVar[tuple[Refusal, ...]] = ()
+    settings_class: ClassVar[type[Table] | None] = (
+        None  # of a method of one's own; training/methods.py has those of the others
+    )
     cut_class: ClassVar[type[Cut]] = Cut
     state_class: ClassVar[type[StrategyState]] = StrategyState
     serving_class: ClassVar[type[Serving]] = Serving
@@ -123,7 +128,7 @@ class Method:
         self.state = self.state_class()
         self.kept = ArrayRecord()
         self.asks: str = self.can.asks
-        self.personal: bool = self.settings.evaluation.mode == "personal"
+        self.personal: bool = self.can.personal or self.settings.evaluation.mode == "personal"
         self.evaluation_details: dict[str, Any] = {}
         self.model_details: dict[str, Any] = {}
         self.prepare: Callable[[PieceModel], None] = lambda _: None
@@ -140,9 +145,6 @@ class Method:
     def work(self, *items: WorkItem, others: Iterable[WorkItem] = (), **fields: Any) -> Assignment:
         """Return the assignment of these items, with their costs; `others` are less work that the client may do instead."""
         return Assignment(items, self.cut.needs(*items, *others), **fields)
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run of the method could not work, before the run changes anything."""
 
     def begin(self, fleet: ClientResources) -> None:
         """Set up what depends on the clients: before the first round, and after each resume.

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS, find_entry
 
 Record = Mapping[str, Any]
 
@@ -67,9 +67,9 @@ class Panel:
 
 def panels_of(strategy: str, rounds: Sequence[Record], settings: Record) -> list[Panel]:
     """Return the panels of a run by the method of this name; none if it has no module of panels, or is not registered here."""
-    if strategy not in STRATEGIES:
+    if strategy not in METHODS and ":" not in strategy:
         return []
-    module, beside = STRATEGIES[strategy][0], "_panels"
+    module, beside = find_entry(strategy).server.partition(":")[0], "_panels"
     module = f"{module}{beside}" if not module.endswith(".server") else f"{module.removesuffix('server')}panels"
     if find_spec(module) is None:
         return []

@@ -28,6 +28,7 @@ from piecework.strategies.update_gate import UpdateGate
 from piecework.training.answers import Answer
 from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
+from piecework.training.settings.cases import require_accepted
 
 
 class MethodServer(Strategy):
@@ -46,9 +47,9 @@ class MethodServer(Strategy):
         self.attacks = trains_adversarially(method_class.can, self.settings)
         costs = cost_model_for(self.settings, experiment.reference, self.settings.attack.steps if self.attacks else 0)
         cut = method_class.make_cut(experiment.blueprint, costs, self.settings)
+        require_accepted(self.settings, method_class.refuses, method_class.name)
         cut.require_model()
         self.method = method_class(cut)
-        self.method.require_settings()
         if self.method.needs_public_data:
             self.method.public = public_examples(self.settings)
         self.enforced = self.settings.memory.enforced and not cut.swaps
@@ -141,7 +142,7 @@ class MethodServer(Strategy):
             experiment_id=self.experiment.experiment_id,
             round=server_round,
             state_round=server_round - 1,
-            strategy=self.method.name,
+            strategy=self.settings.strategy,
             budget=state.budget_bytes,
             reference=self.resources.reference_bytes,
             lr=learning_rate(self.settings, server_round) if assignment.lr is None else assignment.lr,

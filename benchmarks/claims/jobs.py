@@ -12,7 +12,7 @@ from benchmarks.claims.definition import FOLDER, Case, Claim, ClaimError, Row, r
 from piecework.device_profiles.documents import read_json
 from piecework.device_profiles.fleet import load_fleet
 from piecework.server_app.used_settings import require_used
-from piecework.strategies import require_strategy
+from piecework.training.methods import find_entry
 from piecework.training.settings import Scalar, Settings
 
 RATE, ROUNDS, SEED, AUTOATTACK = "training.lr", "num-rounds", "seed", "evaluation.autoattack-examples"
@@ -209,7 +209,7 @@ def require_runnable(claim: Claim) -> None:
 
 def _require_valid(given: Mapping[str, Scalar]) -> None:
     settings = Settings.from_run_config(given)
-    require_strategy(settings.strategy)
+    find_entry(settings.strategy)
     require_used(settings)
     if slow := [device.name for device in load_fleet(settings.fleet).devices if device.disk_latency]:
         raise ValueError(

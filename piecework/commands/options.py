@@ -11,7 +11,7 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
 from piecework.engines.processes import Connection
 from piecework.server_app.used_settings import find_unused, require_used, without_unused
-from piecework.strategies import require_strategy
+from piecework.training.methods import find_entry
 from piecework.training.settings import Scalar, Settings, SettingsError
 from piecework.training.settings.run import fields
 from piecework.training.settings.table import flat
@@ -56,7 +56,7 @@ def settings_from(
 
     options: Scalars = {"engine": engine, "clients": nodes, "output-dir": output_dir}
     asked_for = merge_assignments(assignments, {key: value for key, value in options.items() if value} | (named or {}))
-    require_strategy(str(asked_for.get("strategy", fields()["strategy"].default)))
+    require_strategy(asked_for, there)
     if there and asked_for.get("engine", "deployment") != "deployment":
         raise SettingsError(f"engine = {asked_for['engine']} with --superlink: a SuperLink's nodes are real processes")
     values, dropped = without_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
@@ -83,6 +83,16 @@ def settings_from(
     resolved = readable_anywhere(settings) | {"workers": default_workers(settings.workers)}
     of_run = resolved.keys() - given if resumed not in ("", "auto") else set()  # as the run has them
     return settings.changed({key: value for key, value in resolved.items() if key not in of_run})
+
+
+def require_strategy(asked_for: Scalars, there: bool) -> None:
+    """Raise ValueError for an unknown strategy, and SettingsError for one of one's own that the engine cannot run."""
+    strategy = str(asked_for.get("strategy", fields()["strategy"].default))
+    find_entry(strategy)
+    if ":" in strategy and (there or asked_for.get("engine", "local") != "local"):
+        raise SettingsError(
+            f"strategy = {strategy!r} is a file of your own, and Flower's processes do not have it: use engine = local"
+        )
 
 
 def default_clients(values: Scalars, there: bool) -> int:

@@ -7,9 +7,10 @@ from rich.text import Text
 
 from piecework.device_profiles.names import did_you_mean
 from piecework.server_app.used_settings import describe_case
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 from piecework.training.settings import SettingsError
-from piecework.training.settings.run import cases, fields, tables
+from piecework.training.settings.cases import cases
+from piecework.training.settings.run import fields, tables
 
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
@@ -17,14 +18,17 @@ LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 def setting_rows(word: str = "") -> list[dict[str, Any]]:
     """Return every setting; or those of the table or strategy `word`, or with `word` in their key or meaning.
 
+    A strategy of one's own is MODULE:CLASS.
+
     A row has the setting's `key`, its `default`, `allowed` values in words, its `meaning`, and the cases that it `belongs` to,
     which are empty if every run uses it. The table `run` has the keys without a table. Raises SettingsError if there are none.
     """
-    schemas = {name: table.model_json_schema(by_alias=True)["properties"] for name, table in tables().items()}
+    own = word if ":" in word else ""
+    schemas = {name: table.model_json_schema(by_alias=True)["properties"] for name, table in tables(own).items()}
     rows = []
-    for key in fields():
+    for key in fields(own):
         table, _, name = key.rpartition(".")
-        schema, belongs = schemas[table or "run"][name], cases().get(key, ())
+        schema, belongs = schemas[table or "run"][name], cases(own).get(key, ())
         row = {
             "key": key,
             "default": schema["default"],
@@ -33,14 +37,14 @@ def setting_rows(word: str = "") -> list[dict[str, Any]]:
             "belongs": ", or ".join(map(describe_case, belongs)),
         }
         strategies = {name for case in belongs for name in case.get("strategy", ())}
-        if word in tables() or word in STRATEGIES:
+        if word in tables() or word in METHODS or own:
             wanted = word == (table or "run") or word in strategies
         else:
             wanted = word.lower() in f"{key} {row['meaning']}".lower()
         if wanted:
             rows.append(row)
     if not rows:
-        near = did_you_mean(word, [*fields(), *STRATEGIES])
+        near = did_you_mean(word, [*fields(), *METHODS])
         raise SettingsError(f"no setting is about {word!r}: piecework settings lists all {len(fields())}{near}")
     return rows
 

@@ -7,7 +7,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from piecework.strategies import STRATEGIES, find_method
+from piecework.strategies import find_method
+from piecework.training.methods import METHODS
 
 LINK = re.compile(r"https://[^\s,;)]+[^\s,;).]")
 
@@ -17,9 +18,10 @@ def strategy_rows() -> list[dict[str, Any]]:
     `needs`.
     """
     rows = []
-    for name, (module, _) in STRATEGIES.items():
+    for name in METHODS:
         strategy = find_method(name)
-        can, paper = find_method(name).can, LINK.search(sys.modules[module].__doc__ or "")
+        can, module = strategy.can, strategy.__module__
+        paper = LINK.search(sys.modules[module].__doc__ or "")
         rows.append(
             {
                 "strategy": name,

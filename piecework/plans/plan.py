@@ -29,6 +29,7 @@ from piecework.plans.question import PlanQuestion, budget_bytes
 from piecework.server_app.rates import low_lr_warning
 from piecework.server_app.start import describe_coverage
 from piecework.strategies import find_method
+from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.training.settings import Settings, learning_rate
 from piecework.training.setup import blueprint_of_shape
 
@@ -131,7 +132,7 @@ def planner_for(
     full = cost_model.bytes(whole_model(blueprint))
     states = fleet_states(fleet, settings, cost_model.reference_bytes)
     budgets = [state.budget_bytes for states_of_round in states for state in states_of_round]
-    budget = question.budget or (settings.fedprophet.r_min if can.attack == "always" else "")
+    budget = question.budget or (settings.of(FedProphetSettings).r_min if can.attack == "always" else "")
     minimum = budget_bytes(budget, full) if budget else min(budgets)
     policy = find_method(settings.strategy).make_cut(blueprint, cost_model, settings)
     policy.require_model()

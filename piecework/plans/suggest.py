@@ -17,7 +17,8 @@ from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.planning.part import whole_model
 from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
-from piecework.strategies import STRATEGIES, find_method
+from piecework.strategies import find_method
+from piecework.training.methods import METHODS
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 from piecework.training.sgd import TrainingConfig
@@ -44,7 +45,7 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
     simple, first = fedavg_verdict(settings, question)
     found: list[Row] = []
     if not simple["fits"]:
-        for name in sorted(STRATEGIES):
+        for name in sorted(METHODS):
             if name != "fedavg" and suits(name, attacked):
                 tell(name)
                 found.append(plan_system(settings.changed({"strategy": name}), question, simple["attack_steps"]))

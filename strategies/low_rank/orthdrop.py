@@ -8,7 +8,6 @@ model and are never trained (FedHM drops them).
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -16,13 +15,14 @@ from flwr.app import ArrayRecord
 from piecework.models.kernels import inclusion
 from piecework.models.low_rank import Factors
 from piecework.strategies.low_rank.prism.server import PriSM
+from piecework.training.methods import METHODS
 
 
 class OrthDrop(PriSM):
     """Sub-models of the top kernels of every layer, with all output channels."""
 
     name = "orthdrop"
-    can = replace(PriSM.can, caveat="")
+    can = METHODS["orthdrop"].can
     sampling = "top"
     computes = "all"
 

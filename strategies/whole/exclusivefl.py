@@ -3,17 +3,16 @@
 Other clients are never sampled. If no client can train it, there is no result ("NA" in the table), and the run does not start.
 """
 
-from dataclasses import replace
-
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.whole.fedavg import FedAvg
+from piecework.training.methods import METHODS
 
 
 class ExclusiveFL(FedAvg):
     """FedAvg that excludes clients too poor for the whole model."""
 
     name = "exclusivefl"
-    can = replace(FedAvg.can, asks="able", when_excluded="gets no task")
+    can = METHODS["exclusivefl"].can
 
     def begin(self, fleet: ClientResources) -> None:
         """Raise ValueError if no client can train the whole model."""

@@ -7,15 +7,15 @@ segments of the model; it refuses if no such step fits.
 """
 
 from piecework.planning.assignment import Assignment, Context
-from piecework.planning.capabilities import Capabilities
 from piecework.strategies.method import Method
+from piecework.training.methods import METHODS
 
 
 class FedAvg(Method):
     """Federated averaging over the clients that have enough memory for the whole model."""
 
     name = "fedavg"
-    can = Capabilities(attack="optional", late=True)
+    can = METHODS["fedavg"].can
 
     def assign(self, ctx: Context) -> Assignment:
         """Return the whole model."""

@@ -10,7 +10,6 @@ clean and adversarial accuracy on the clients' validation data. The run ends whe
 `fedprophet.stage-patience` rounds. `fedprophet.r-min`, `fedprophet.apa` and `fedprophet.dma` have no effect here.
 """
 
-from dataclasses import replace
 from functools import cached_property
 
 from piecework.device_profiles.profile import DeviceState
@@ -18,6 +17,7 @@ from piecework.models.partition import Piece
 from piecework.planning.cut import Stage
 from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
 from piecework.strategies.cascade.fedprophet.server import FedProphet
+from piecework.training.methods import METHODS
 
 
 class JFATCut(FedProphetCut):
@@ -41,6 +41,6 @@ class JFAT(FedProphet):
     """Joint federated adversarial training: every client trains the whole model on adversarial examples."""
 
     name = "jfat"
-    can = replace(FedProphet.can, cuts=False, swaps=True, caveat="swapping is only simulated")
+    can = METHODS["jfat"].can
     cut_class = JFATCut
     first_rho = 1.5

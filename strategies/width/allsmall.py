@@ -16,7 +16,9 @@ from piecework.strategies.method import Round
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.state import StrategyState
 from piecework.strategies.whole.fedavg import FedAvg
-from piecework.training.settings.width import STEPS
+from piecework.strategies.width.heterofl.settings import STEPS, HeteroFLSettings
+from piecework.training.capabilities import Refusal
+from piecework.training.methods import METHODS
 
 
 class AllSmallCut(Cut):
@@ -31,7 +33,7 @@ class AllSmallCut(Cut):
     def fit(self, minimum: int, maximum: int) -> Self:
         """Return the cut of the largest width ratio that fits `minimum` bytes. Raises ValueError if not even 1/64 fits."""
         cut, needed = self.with_smallest(minimum), 0
-        if self.settings.heterofl.width_rule == "paper":
+        if self.settings.of(HeteroFLSettings).width_rule == "paper":
             return cut.by_fraction(minimum)
         low, high = 0, STEPS + 1  # in 64ths: `low` fits (0 is not tried), `high` does not
         while high - low > 1:
@@ -82,18 +84,12 @@ class AllSmall(FedAvg):
     """FedAvg with a model narrow enough for the poorest client."""
 
     name = "allsmall"
+    can = METHODS["allsmall"].can
+    refuses = (Refusal("training.init-weights", "allsmall narrows the model, so they do not fit"),)
     cut_class = AllSmallCut
     cut: AllSmallCut
     state_class = AllSmallState
     state: AllSmallState
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run could not work."""
-        if self.settings.training.init_weights:
-            raise ValueError(
-                f"training.init-weights = {self.settings.training.init_weights!r}: allsmall narrows the model, so they do "
-                f"not fit"
-            )
 
     def begin(self, fleet: ClientResources) -> None:
         """Choose the width ratio, once a run. Raises ValueError if no width fits."""

@@ -11,12 +11,11 @@ classes. Channels are rounded down, as in the code of FedProphet's authors. As i
 the fraction of their inputs that is kept (`heterofl.scaler`).
 """
 
-from dataclasses import replace
-
 from piecework.models.width import Select, drawn
 from piecework.planning.assignment import Context
 from piecework.strategies.serving import Serving
 from piecework.strategies.width.heterofl.server import HeteroFL
+from piecework.training.methods import METHODS
 from piecework.training.randomness import generator
 
 
@@ -24,7 +23,7 @@ class FedDrop(HeteroFL):
     """Sub-models of random channels, drawn again for every client and round."""
 
     name = "feddrop"
-    can = replace(HeteroFL.can, rotates=True)
+    can = METHODS["feddrop"].can
     serving_class = Serving
     masks = False
     rounding = "down"

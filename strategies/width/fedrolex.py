@@ -12,19 +12,18 @@ rises from client to client within a round, so those who come later weigh more (
 here, because it depends on the order of the clients and fades as c grows.
 """
 
-from dataclasses import replace
-
 from piecework.models.width import Select, rolling
 from piecework.planning.assignment import Context
 from piecework.strategies.width.heterofl.server import HeteroFL
 from piecework.strategies.width.heterofl.serving import RollingServing
+from piecework.training.methods import METHODS
 
 
 class FedRolex(HeteroFL):
     """Sub-models of a rolling window of channels."""
 
     name = "fedrolex"
-    can = replace(HeteroFL.can, rotates=True)
+    can = METHODS["fedrolex"].can
     serving_class = RollingServing
     channels = "rolling"
 

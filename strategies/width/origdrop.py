@@ -6,10 +6,11 @@ that any client trains, as in HeteroFL. In the code of PriSM's authors all other
 as in HeteroFL, the first layer is cut too.
 """
 
-from dataclasses import replace
 from functools import cached_property
 
+from piecework.strategies.low_rank.prism.settings import PriSMSettings
 from piecework.strategies.width.heterofl.server import HeteroFL, HeteroFLCut
+from piecework.training.methods import METHODS
 
 
 class OrigDropCut(HeteroFLCut):
@@ -18,14 +19,14 @@ class OrigDropCut(HeteroFLCut):
     @cached_property
     def ratios(self) -> list[float]:
         """PriSM's keep ratios, largest first."""
-        return self.settings.prism.ratios()
+        return self.settings.of(PriSMSettings).ratios()
 
 
 class OrigDrop(HeteroFL):
     """Sub-models of the first channels; the largest one is the trained model."""
 
     name = "origdrop"
-    can = replace(HeteroFL.can, caveat="as narrow as the largest sub-model")
+    can = METHODS["origdrop"].can
     cut_class = OrigDropCut
     masks = False
     scales = False

@@ -13,12 +13,12 @@ import piecework
 from piecework.federated_data.partition import partition_rows
 from piecework.federated_data.personal import client_test_rows
 from piecework.models.work_item import WorkItem
-from piecework.strategies import STRATEGIES
 from piecework.strategies.width.heterofl import client as heterofl
 from piecework.strategies.width.heterofl.client import HeteroFLTaskConfig
 from piecework.training.examples import normalised
 from piecework.training.loop import PieceModel, predictions
 from piecework.training.messages import Task
+from piecework.training.methods import METHODS
 from piecework.training.settings import SettingsError
 from piecework.training.setup import all_client_rows, open_dataset
 
@@ -87,7 +87,7 @@ def test_it_leaves_the_clients_validation_alone() -> None:
         tiny_settings(dataset=FEW, evaluation__mode="personal", evaluation__on_clients_every=2)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", METHODS)
 def test_every_strategy_evaluates_personally_or_refuses(tmp_path: Path, strategy: str) -> None:
     """Also clients that were not in the round; every one counts alike."""
     changes = TRIO | {"clients_per_round": 2, "strategy": strategy, "training__momentum": 0.0}

@@ -10,7 +10,9 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import TRIO, clients_of, fleet_json, run_local
@@ -18,19 +20,18 @@ from typer.testing import CliRunner
 
 import piecework
 from piecework.cli import app
-from piecework.client_app.trainers import TRAINERS
 from piecework.device_profiles.fleet import load_fleet
 from piecework.models.zoo import MODELS
 from piecework.server_app.records import RunDir
-from piecework.strategies import STRATEGIES
 from piecework.strategies.whole.fedavg import FedAvg
+from piecework.training.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_plans_in_the_documents_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = ("fedavg", "fedepth")  # advice plans every system; these decide what it recommends
-    monkeypatch.setattr("piecework.plans.suggest.STRATEGIES", {name: STRATEGIES[name] for name in few})
+    monkeypatch.setattr("piecework.plans.suggest.METHODS", {name: METHODS[name] for name in few})
     text = "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/plan.md", "docs/memory.md"))
     commands = re.findall(r"^    piecework plan(.*)$", text.replace("\\\n", " "), re.MULTILINE)
     assert len(commands) == 7
@@ -56,8 +57,8 @@ def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
     assert [device.name for device in load_fleet(str(tmp_path / "mine.toml")).devices] == ["pi"]
 
 
-SCRIPTS = ("run_fedprox", "run_half", "run_all")
-MODULES = ("my_fedprox", "my_fedprox_server", "my_half", "my_model", "my_data")
+MODULES = ("my_fedprox", "my_half", "my_model", "my_data", "run_all")
+FEDPROX = "my_fedprox:FedProx"
 
 
 def python_blocks(name: str) -> list[tuple[str, str]]:
@@ -66,26 +67,18 @@ def python_blocks(name: str) -> list[tuple[str, str]]:
     return re.findall(rf"```(?:python|toml)\n# {name}\n(.*?)```", text, re.DOTALL)
 
 
-@pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the files of docs/extend.md, of which the modules can be imported and the strategies are registered."""
-    folder = tmp_path / "page"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the files of docs/extend.md, of which the modules can be imported."""
+    folder = tmp_path_factory.mktemp("page")
     for name, code in python_blocks(r"(\w+\.(?:py|toml))"):
         (folder / name).write_text(code, encoding="utf-8")
-    names = {path.stem for path in folder.glob("*.py")}
-    assert names == {*SCRIPTS, *MODULES}
-    monkeypatch.syspath_prepend(str(folder))
-    try:
-        for script in SCRIPTS:
-            import_module(script)
+    assert {path.stem for path in folder.glob("*.py")} == set(MODULES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        import_module("run_all")
         yield folder
-    finally:
-        for added in ("fedprox", "half", "mlp"):
-            for registry in (TRAINERS, STRATEGIES, MODELS):
-                registry.pop(added, None)
-        for name in names:
-            sys.modules.pop(name, None)
+        MODELS.pop("mlp")
 
 
 @pytest.mark.processes
@@ -109,16 +102,48 @@ def test_a_user_does_what_the_page_says(page: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_strategy_of_ones_own_fits_its_step(tmp_path: Path, page: Path) -> None:
     """The task lists the steps of `memory.fit` with the strategy's own loss: a client that has memory for one trains."""
-    asked = TRIO | {"strategy": "fedprox", "training__local_iterations": 1, "memory__fit": "recompute"}
+    asked = TRIO | {"strategy": FEDPROX, "training__local_iterations": 1, "memory__fit": "micro-batch,recompute"}
     for client in clients_of(run_local(tmp_path, fleet=fleet_json(board=1_100_000), **asked)):
         assert (client["status"], client["step"]) == ("ok", "recomputes 4 atoms")
         assert client["measured_peak"] <= client["predicted_peak"] <= 1_100_000
 
 
+def test_commands_know_a_strategy_of_ones_own(tmp_path: Path, page: Path) -> None:
+    """It is priced by its own loss, trains, goes on where it stopped, and its settings are checked and listed."""
+
+    def call(*words: str) -> Any:
+        return CliRunner().invoke(app, [word for each in words for word in each.split()])
+
+    plan = "plan --model convnet --dataset digits --json --strategy"
+    own, plain = (json.loads(call(plan, name).stdout) for name in (FEDPROX, "fedavg"))
+    assert own["reference_bytes"] == plain["reference_bytes"]  # a device's budget is a fraction of FedAvg's step
+    assert own["modules"][0]["memory_bytes"] > plain["modules"][0]["memory_bytes"]
+    few = f"--nodes 2 --output-dir {tmp_path} --set workers=1 --set training.local-iterations=2 --set fleet=unlimited"
+    run = f"run {few} --set strategy={FEDPROX} --set run-name=run --set num-rounds=1 --set fedprox.mu=0.5"
+    assert call(run).exit_code == 0
+    found = RunDir(tmp_path / "run")
+    assert found.settings()["fedprox.mu"] == 0.5
+    more = "--set num-rounds=2 --set training.lr-rounds=2 --set workers=1"
+    assert call(f"run --set resume-from={found.path} {more}").exit_code == 0
+    assert len(found.rounds()) == 2
+    assert call(f"report {found.path}").exit_code == 0
+    assert "fedprox.mu" in call(f"settings {FEDPROX}").stdout
+    for words, said in (
+        (run.replace("0.5", "-1"), "setting fedprox.mu = -1.0: should be greater than or equal to 0"),
+        (run.replace(".mu", ".nu"), "unknown setting 'fedprox.nu'"),
+        (run.replace(":FedProx", ":FedProxy"), "there is no 'FedProxy' in"),
+        (run.replace("my_fedprox", "my_prox"), "there is no module 'my_prox'"),
+        (run.replace(":FedProx", ":train"), "is no class that derives from Method"),
+        (f"{run} --engine ray", "Flower's processes do not have it: use engine = local"),
+    ):
+        done = call(words)
+        assert (done.exit_code, said in " ".join(done.stderr.split())) == (2, True), done.stderr
+
+
 def test_a_model_reshaped_by_a_policy_is_the_narrower_model(tmp_path: Path, page: Path) -> None:
     """What half of the channels are and cost is FedAvg's at width 0.5."""
     asked = TRIO | {"fleet": "unlimited", "num_rounds": 1, "training__local_iterations": 3}
-    half = run_local(tmp_path / "half", strategy="half", **asked)
+    half = run_local(tmp_path / "half", strategy="my_half:Half", **asked)
     narrow = run_local(tmp_path / "narrow", strategy="fedavg", architecture__width=0.5, **asked)
     whole = run_local(tmp_path / "whole", strategy="fedavg", **asked)
     for key in ("predicted_peak", "flops"):
@@ -126,6 +151,12 @@ def test_a_model_reshaped_by_a_policy_is_the_narrower_model(tmp_path: Path, page
         assert found[0] == found[1] < found[2]
     sizes = [sum(p.numel() for p in piecework.load(run.path).parameters()) for run in (half, narrow)]
     assert sizes[0] == sizes[1]
+
+
+def split_at(text: str, *starts: str) -> list[str]:
+    """A text in parts, of which each but the first begins with one of the words."""
+    places = [0, *(text.index(start) for start in starts), len(text)]
+    return [text[first:last] for first, last in pairwise(places)]
 
 
 IN_THE_COPY = """
@@ -143,30 +174,26 @@ def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> Non
     copy = tmp_path / "copy"
     others = shutil.ignore_patterns(".*", "__pycache__", "docs", "tests", "runs")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=others)
-    code, tables = dict(python_blocks(r"(\w+)\.py")), dict(python_blocks(r"(training/settings/\w+\.py)"))
-    trainer = "piecework.strategies.whole.fedprox.client"
-    local = code["my_fedprox"].replace("proximal_loss(MU)", "proximal_loss(client.settings.fedprox.mu)")
-    (copy / "strategies/whole/fedprox").mkdir()
-    (copy / "strategies/whole/fedprox/client.py").write_text(local)
-    server = code["my_fedprox_server"].replace("from my_fedprox import MU,", f"from {trainer} import")
-    (copy / "strategies/whole/fedprox/server.py").write_text(server.replace("(MU)", "(self.settings.fedprox.mu)"))
+    (code,) = (code for name, code in python_blocks(r"(\w+)\.py") if name == "my_fedprox")
+    imports, table, loss, train, server = split_at(
+        code, "class FedProxSettings", "def proximal_loss", "def train", "class FedProxCut"
+    )
+    own = "piecework.strategies.whole.fedprox"
+    found = f"from {own}.settings import FedProxSettings\n"
+    folder = copy / "strategies/whole/fedprox"
+    folder.mkdir()
+    (folder / "settings.py").write_text(f"{imports.splitlines()[-3]}\n{table}")
+    (folder / "client.py").write_text(f"{imports}{found}{loss}{train}")
+    (folder / "server.py").write_text(f"{imports}{found}from {own}.client import proximal_loss\n{server}")
 
     def add(file: str, after: str, line: str) -> None:
         text = (copy / file).read_text("utf-8")
         assert after in text
         (copy / file).write_text(text.replace(after, after + line, 1), encoding="utf-8")
 
-    add("client_app/trainers.py", "TRAINERS = {\n", f'    "fedprox": "{trainer}",\n')
-    add(
-        "strategies/__init__.py",
-        "STRATEGIES = {\n",
-        '    "fedprox": ("piecework.strategies.whole.fedprox.server", "FedProx"),\n',
-    )
-    table, line = tables["training/settings/whole.py"], tables["training/settings/run.py"]
-    add("training/settings/whole.py", "from piecework.training.settings.table import ", "NonNegative, ")
-    add("training/settings/whole.py", '        "learns from public examples",\n    )\n', f"\n\n{table}")
-    add("training/settings/run.py", "from piecework.training.settings.whole import ", "FedProxSettings, ")
-    add("training/settings/run.py", "    fedrbn: FedRBNSettings = FedRBNSettings()\n", line)
+    ((_, entry),) = python_blocks(r"(training/methods\.py)")
+    add("training/methods.py", "METHODS = {\n", entry)
+    add("training/methods.py", "TABLES = {", f'\n    "fedprox": "{own}.settings:FedProxSettings",')
     subprocess.run([sys.executable, "-m", "benchmarks.defaults"], cwd=copy, check=True)
     assert "[tool.flwr.app.config.fedprox]\nmu = 0.1\n" in (copy / "pyproject.toml").read_text("utf-8")
 
@@ -183,7 +210,7 @@ def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> Non
     done = subprocess.run(call, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     listed, other, negative, *ran = json.loads(done.stdout.splitlines()[-1])
-    assert listed[1].startswith("fedprox.mu")
+    assert "fedprox.mu" in listed[1]
     assert "it belongs to strategy = fedprox, and strategy is 'fedavg'" in " ".join(other[2].split())
     assert "setting fedprox.mu = -1" in negative[2]
     assert [each[0] for each in ran] == [0, 0], ran
@@ -196,13 +223,12 @@ def test_a_strategy_of_ones_own_does_what_the_settings_ask(
     tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its proximal term FedProx is FedAvg: also on adversarial examples, and in so many batches."""
-    monkeypatch.setattr("my_fedprox.MU", 0.0)
     asked = TRIO | {"fleet": "unlimited", "training__local_iterations": 3, "attack__steps": 2, "num_rounds": 1}
     runs = {
         (name, adversarial): run_local(
-            tmp_path / f"{name}-{adversarial}", strategy=name, training__adversarial=adversarial, **asked
+            tmp_path / f"{name}-{adversarial}", strategy=strategy, training__adversarial=adversarial, **(asked | own)
         )
-        for name in ("fedprox", "fedavg")
+        for name, strategy, own in (("fedprox", FEDPROX, {"fedprox__mu": 0.0}), ("fedavg", "fedavg", {}))
         for adversarial in (False, True)
     }
     losses = {key: [record["train_loss"] for record in run.rounds()] for key, run in runs.items()}
@@ -214,7 +240,7 @@ def test_a_strategy_of_ones_own_does_what_the_settings_ask(
     monkeypatch.setattr(
         FedAvg, "can", replace(FedAvg.can, attack="always")
     )  # a system that does nothing else need not say more
-    always = run_local(tmp_path / "always", strategy="fedprox", **asked)
+    always = run_local(tmp_path / "always", strategy=FEDPROX, fedprox__mu=0.0, **asked)
     assert [record["train_loss"] for record in always.rounds()] == losses["fedavg", True]
     assert [client["flops"] for client in clients_of(always)] == flops["fedavg", True]
     assert flops["fedprox", True] > flops["fedprox", False]

@@ -1,7 +1,7 @@
 """Golden runs: every figure that changed is named, and nothing else."""
 
 from benchmarks.golden import cases, differences, run_case
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 
 
 def test_only_what_differs_is_named() -> None:
@@ -26,7 +26,7 @@ def test_only_what_differs_is_named() -> None:
 
 def test_a_case_gives_the_same_figures_again_and_others_for_another_model() -> None:
     known = cases()
-    assert {name.split()[0] for name in known} == set(STRATEGIES)
+    assert {name.split()[0] for name in known} == set(METHODS)
     runs = [
         dict([run_case(("fedavg", known["fedavg"] | {"num-rounds": 1, "clients-per-round": 1, "seed": seed}))])
         for seed in (1, 1, 2)

@@ -14,7 +14,7 @@ from statistics import median
 import pytest
 
 import piecework
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 # From the ground up: a folder imports what stands before it, and nothing that stands behind it.
@@ -149,9 +149,8 @@ STILL_NAMED = {
 
 def test_neutral_code_names_no_method() -> None:
     """Nor does a comment; `local` is also a word."""
-    names = re.compile(rf"(?<![\w-])({'|'.join(STRATEGIES.keys() - {'local'})})(?![\w-])")
-    registry = ROOT / "client_app" / "trainers.py"
-    files = [path for folder in NEUTRAL for path in files_of(folder) if path != registry]
+    names = re.compile(rf"(?<![\w-])({'|'.join(METHODS.keys() - {'local'})})(?![\w-])")
+    files = [path for folder in NEUTRAL for path in files_of(folder)]
     found = {str(path.relative_to(ROOT)) for path in files if names.search(path.read_text(encoding="utf-8"))}
     assert found - STILL_NAMED == set()
 
@@ -159,8 +158,8 @@ def test_neutral_code_names_no_method() -> None:
 def test_a_board_loads_nothing_of_the_server() -> None:
     """Each method's client alone, with what clients share."""
     code = (
-        "import sys; from importlib import import_module; from piecework.client_app.trainers import TRAINERS;"
-        "[import_module(module) for module in set(TRAINERS.values())];"
+        "import sys; from importlib import import_module; from piecework.training.methods import METHODS;"
+        "[import_module(entry.client) for entry in METHODS.values()];"
         "own = [name for name in sys.modules if name.startswith('piecework.')];"
         "print(sorted(name for name in own if name.split('.')[1] in ('server_app', 'federation')"
         " or (name.startswith('piecework.strategies.') and name.endswith(('.server', '.method', '.cut')))))"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from piecework.cli import app
 from piecework.commands.settings_list import setting_rows
 from piecework.commands.strategies_list import strategy_rows
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 from piecework.training.settings import Settings, SettingsError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def test_settings_about_a_word() -> None:
 
 def test_every_strategy_is_listed() -> None:
     rows = {row["strategy"]: row for row in strategy_rows()}
-    assert set(rows) == set(STRATEGIES)
+    assert set(rows) == set(METHODS)
     assert all(row["about"].endswith(".") and row["family"] for row in rows.values())
     assert rows["fedprophet"]["paper"] == "https://arxiv.org/abs/2409.08372"
     assert rows["fedprophet"]["needs"] == "images, which it attacks in training"

@@ -22,6 +22,8 @@ from piecework.plans.plan import make_plan
 from piecework.plans.question import PlanQuestion, ask
 from piecework.strategies import find_method
 from piecework.strategies.cascade.fedprophet.server import FedProphet
+from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
+from piecework.strategies.cascade.profl.settings import ProFLSettings
 from piecework.training.settings import Scalar, Settings, learning_rate
 from piecework.training.setup import blueprint_of_shape
 
@@ -145,12 +147,16 @@ def test_fedprophet_trains_the_papers_modules_at_rates_that_restart(data: str, v
     modules = plan_of(settings)["modules"]
     assert [row["name"] for row in modules] == LAYERS[data]
     assert [row["memory_bytes"] / 1e6 for row in modules] == pytest.approx(MEGABYTES[data], abs=0.06)
-    assert (settings.num_rounds, settings.fedprophet.stage_rounds, settings.memory.model) == (3500, 500, "fedprophet")
+    assert (settings.num_rounds, settings.of(FedProphetSettings).stage_rounds, settings.memory.model) == (
+        3500,
+        500,
+        "fedprophet",
+    )
     for stage in range(7):  # a 20th at its end
         assert rates(settings, stage, 500) == pytest.approx((RATE[data], RATE[data] * 0.994**499))
     worded = settings.changed({"fedprophet.lr-restart": False})
     assert RATE[data] / rates(worded, 2, 500)[0] == pytest.approx(400, rel=0.03)  # as the header says
-    own = settings.fedprophet
+    own = settings.of(FedProphetSettings)
     assert (own.apa_bound, own.aux_pool, own.validation_clients) == ("start", "authors", "all")
     every = (50, 25, 5) if variant else (1, 0, 1)
     assert (own.apa_every, own.apa_after, own.apa_window) == every
@@ -255,8 +261,8 @@ def test_profl_grows_the_papers_blocks(model: str, data: str) -> None:
     modules = [f"{block} + output module" for block in BLOCKS[model][:-1]] + BLOCKS[model][-1:]
     assert [row["name"] for row in plan["modules"]] == modules
     # Shrinking, with a map of each block, and growing: 500 rounds a step at most, which are ours.
-    assert settings.profl.stage_rounds == 500
-    assert settings.num_rounds - 1 == (2 * count - 1) * 500 + (count - 1) * settings.profl.distil_rounds
+    assert settings.of(ProFLSettings).stage_rounds == 500
+    assert settings.num_rounds - 1 == (2 * count - 1) * 500 + (count - 1) * settings.of(ProFLSettings).distil_rounds
     assert set(plan["learning_rates"]["first"].values()) == {0.01}
     assert (settings.training.local_epochs, settings.clients_per_round, settings.clients) == (5, 20, 100)
     if model == "resnet18":

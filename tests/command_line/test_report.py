@@ -243,8 +243,8 @@ def test_only_a_full_budget_is_shown_as_full() -> None:
 def test_panels_of_methods_are_light_and_a_method_without_any_has_none() -> None:
     """Each method's module of panels, and nothing that trains."""
     code = (
-        "import sys; from piecework.strategies import STRATEGIES; from piecework.strategies.panels import panels_of;"
-        "found = [name for name in STRATEGIES if panels_of(name, [{}], {})]; assert not found;"
+        "import sys; from piecework.training.methods import METHODS; from piecework.strategies.panels import panels_of;"
+        "found = [name for name in METHODS if panels_of(name, [{}], {})]; assert not found;"
         "assert panels_of('a method of one\\'s own', [{}], {}) == [];"
         "print(sorted(name.split('.')[3] for name in sys.modules if name.endswith(('_panels', '.panels'))"
         " and name.count('.') > 2),"

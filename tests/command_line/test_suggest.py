@@ -19,14 +19,14 @@ from piecework.planning import costs
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
 from piecework.plans.suggest import advise, cost_model_of, fedavg_verdict, plan_system, recommend, suits
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 from piecework.training.settings import Settings
 
 SOME = ("allsmall", "exclusivefl", "fedavg", "fedepth", "feddf", "heterofl", "jfat", "profl", "spafl")
 
 
 def only(patch: pytest.MonkeyPatch, *names: str) -> None:
-    patch.setattr("piecework.plans.suggest.STRATEGIES", {name: STRATEGIES[name] for name in names})
+    patch.setattr("piecework.plans.suggest.METHODS", {name: METHODS[name] for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -260,8 +260,8 @@ def test_a_part_that_two_systems_train_is_traced_once(monkeypatch: pytest.Monkey
 
 
 def test_clean_and_adversarial_systems_are_apart() -> None:
-    clean, attacked = ({name for name in STRATEGIES if suits(name, asked)} for asked in (False, True))
-    assert set(STRATEGIES) - clean == {"fedprophet", "jfat", "fedrbn"}
+    clean, attacked = ({name for name in METHODS if suits(name, asked)} for asked in (False, True))
+    assert set(METHODS) - clean == {"fedprophet", "jfat", "fedrbn"}
     assert {"fedprophet", "jfat", "fedrbn", "fedavg", "allsmall", "exclusivefl"} <= attacked
     assert not {"fedepth", "spafl", "profl"} & attacked
     settings = Settings(clients=2, strategy="fedprophet", fleet="unlimited")  # which always trains so

@@ -16,22 +16,13 @@ from tail import FROZEN
 
 from piecework.client_app import frozen
 from piecework.client_app.frozen import MissingUnitsError, content_hash
-from piecework.client_app.trainers import TRAINERS
 from piecework.federation.weight_cache import chunks, units_of, without_units
 from piecework.models.cascade import unit_of
 from piecework.server_app.records import RunDir
-from piecework.strategies import STRATEGIES
 from piecework.training.answers import Outcome
 from piecework.training.messages import content_bytes
 
-SETTINGS: dict[str, Any] = {**TRIO, "strategy": "tail", "faults__allow_untrained": True}
-
-
-@pytest.fixture(autouse=True)
-def tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, server in (("tail", "Tail"), ("whole-tail", "WholeTail")):
-        monkeypatch.setitem(STRATEGIES, name, ("tail", server))
-    monkeypatch.setitem(TRAINERS, "tail", "tail")
+SETTINGS: dict[str, Any] = {**TRIO, "strategy": "tail:Tail", "faults__allow_untrained": True}
 
 
 class Interfering(RecordingGrid):
@@ -83,7 +74,7 @@ EVERYTHING = Counter((client, unit) for client in range(3) for unit in FROZEN)
 
 def test_sent_once_and_the_same_as_sending_everything(tmp_path: Path, grids: Any) -> None:
     run_dir, grid = run(tmp_path / "hashes", grids, num_rounds=3, evaluation__on_clients_every=1)
-    whole, _ = run(tmp_path / "whole", grids, num_rounds=3, evaluation__on_clients_every=1, strategy="whole-tail")
+    whole, _ = run(tmp_path / "whole", grids, num_rounds=3, evaluation__on_clients_every=1, strategy="tail:WholeTail")
     assert same(model_of(run_dir), model_of(whole))
     assert [r["client_accuracy"] for r in run_dir.rounds()] == [r["client_accuracy"] for r in whole.rounds()]
     assert grid.brought(1) == EVERYTHING

@@ -8,14 +8,14 @@ from benchmarks.hostile import Target, attack
 from piecework.federation import reports
 from piecework.federation.registry import ClientRegistry
 from piecework.server_app.local_grid import FIRST_NODE
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 
 ANSWERS = 2000  # of all systems together
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", METHODS)
 def test_no_answer_of_a_client_ends_a_run_or_spoils_its_records(strategy: str, tmp_path: Path) -> None:
-    assert attack(strategy, tmp_path, -(-ANSWERS // len(STRATEGIES))) * len(STRATEGIES) >= ANSWERS
+    assert attack(strategy, tmp_path, -(-ANSWERS // len(METHODS))) * len(METHODS) >= ANSWERS
 
 
 def test_the_attack_sees_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,10 @@ from piecework.federation.aggregation import WeightedMean
 from piecework.server_app.local_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.server_app.used_settings import require_used
-from piecework.strategies import STRATEGIES, find_method
+from piecework.strategies import find_method
 from piecework.strategies.late_answers import add_change, discount, measure_change
+from piecework.training.methods import METHODS
 from piecework.training.settings import Settings, SettingsError
-from piecework.training.settings.shared import AVERAGED
 
 W = "head.fc.weight"
 # Five clients, of which 0 takes 400 times as long as the quickest, and 2 and 3 twice as long: two of four are enough.
@@ -130,7 +130,13 @@ def test_a_strategy_that_trains_pieces_accepts_late_answers(tmp_path: Path) -> N
 
 
 def test_only_strategies_that_average_what_was_trained_of_one_model_accept_them() -> None:
-    assert {name for name in STRATEGIES if find_method(name).can.late} == set(AVERAGED)
+    assert {name for name in METHODS if find_method(name).can.late} == {
+        "fedavg",
+        "exclusivefl",
+        "allsmall",
+        "fedepth",
+        "m-fedepth",
+    }
     refused = Settings.from_run_config({"strategy": "heterofl", "faults.accept-late": 2})
     with pytest.raises(
         SettingsError, match=r"faults\.accept-late = 2 has no effect here: it belongs to strategy.*fedavg"

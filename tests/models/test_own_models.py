@@ -17,7 +17,7 @@ from piecework.models.cascade import Atom, Blueprint, unit_of
 from piecework.models.zoo import MODELS
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 
 
 class Pooled(nn.Module):
@@ -157,7 +157,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("model", ["mlp", "convs"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", METHODS)
 def test_every_system_takes_a_model_of_ones_own_or_says_why_not(model: str, strategy: str) -> None:
     """A ValueError, and no other; of the systems that take every model, none."""
     said = refusal(model, strategy)

@@ -24,10 +24,11 @@ from piecework.planning.costs import cost_model_for
 from piecework.planning.cut import Cut, label
 from piecework.planning.paper_memory import fedepth, fedprophet, prism, profl
 from piecework.planning.part import Part, whole_model
-from piecework.strategies import STRATEGIES, find_method
+from piecework.strategies import find_method
 from piecework.strategies.width.allsmall import AllSmallCut
 from piecework.strategies.width.heterofl.server import HeteroFL, HeteroFLCut
 from piecework.training.loop import PieceModel, classification_loss, predictions
+from piecework.training.methods import METHODS
 from piecework.training.sgd import TrainingConfig
 
 
@@ -183,7 +184,7 @@ REFUSED = {
 SAME_CUT = {"exclusivefl", "jfat", "fedrolex", "feddrop"}
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in SAME_CUT])
+@pytest.mark.parametrize("strategy", [name for name in METHODS if name not in SAME_CUT])
 @pytest.mark.parametrize("name", ONE_A_FAMILY)
 def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:
     try:

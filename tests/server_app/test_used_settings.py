@@ -14,11 +14,12 @@ from piecework.commands.options import read_preset, settings_from
 from piecework.commands.presets import preset_rows
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.used_settings import find_unused, require_used
-from piecework.strategies import STRATEGIES
+from piecework.strategies.cascade.profl.settings import ProFLSettings
 from piecework.strategies.low_rank.prism.server import PriSM
 from piecework.strategies.whole.fedavg import FedAvg
+from piecework.training.methods import METHODS
 from piecework.training.settings import Settings, SettingsError
-from piecework.training.settings.run import cases
+from piecework.training.settings.cases import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +38,7 @@ def test_a_setting_is_used_with_what_it_belongs_to_and_refused_without(key: str)
     for case in cases()[key]:
         for governing, allowed in case.items():
             assert governing in ALL
-            choices = STRATEGIES if governing == "strategy" else None
+            choices = METHODS if governing == "strategy" else None
             for value in allowed:
                 assert choices is None or value in choices
                 beside = {name: values[0] for name, values in case.items()} | {governing: value}
@@ -72,11 +73,10 @@ def test_defaults_belong_to_no_method() -> None:
     require_used(Settings.from_run_config(Settings(strategy="fedavg").to_run_config()))
 
 
-def test_strategies_of_ones_own_use_what_those_use_that_they_are_built_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STRATEGIES, "mine", (__name__, "Mine"))
-    monkeypatch.setitem(STRATEGIES, "plain", (__name__, "Plain"))
-    assert find_unused(settings_with(strategy="mine", prism__kappa=7.0)) == []
-    assert find_unused(settings_with(strategy="plain", prism__kappa=7.0)) == ["prism.kappa"]
+def test_strategies_of_ones_own_use_what_those_use_that_they_are_built_on() -> None:
+    mine, plain = f"{__name__}:Mine", f"{__name__}:Plain"
+    assert find_unused(settings_with(strategy=mine, prism__kappa=7.0)) == []
+    assert find_unused(settings_with(strategy=plain, prism__kappa=7.0)) == ["prism.kappa"]
 
 
 class Mine(PriSM):
@@ -110,10 +110,10 @@ def test_a_rival_in_a_presets_place_takes_none_of_its_systems_settings(caplog: p
         settings = settings_from("profl-fmnist", ["strategy=allsmall"])
     assert "--preset profl-fmnist: these have no effect with what was given: profl.stage-rounds, " in caplog.text
     default = Settings()
-    assert (settings.strategy, settings.profl.stage_rounds, settings.profl.movement_window) == (
+    assert (settings.strategy, settings.of(ProFLSettings).stage_rounds, settings.of(ProFLSettings).movement_window) == (
         "allsmall",
         0,
-        default.profl.movement_window,
+        default.of(ProFLSettings).movement_window,
     )
     assert settings.num_rounds == read_preset("profl-fmnist")["num-rounds"]
     assert settings_from("prism-fmnist", ["data.partition=iid"]).data.partition_alpha == default.data.partition_alpha
@@ -131,7 +131,7 @@ def test_a_given_setting_of_another_method_is_refused(tmp_path: Path) -> None:
 
 def test_a_suggestion_gives_each_system_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     some = ("allsmall", "fedavg", "prism", "spafl")
-    monkeypatch.setattr("piecework.plans.suggest.STRATEGIES", {name: STRATEGIES[name] for name in some})
+    monkeypatch.setattr("piecework.plans.suggest.METHODS", {name: METHODS[name] for name in some})
     call = ["plan", "--model", "convnet", "--dataset", "digits", "--suggest", "--json"]
     done = CliRunner().invoke(app, [*call, "--strategy", "prism", "--set", "prism.kappa=7"])
     assert done.exit_code == 0, done.stderr

@@ -8,11 +8,10 @@ import pytest
 from helpers import FEW, RecordingGrid, arrays_of, run_local, training
 from safetensors.numpy import load_file
 
-from piecework.client_app.trainers import TRAINERS
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 
 BY_TRAINER = {
-    TRAINERS[name]: name for name in STRATEGIES if name != "local"
+    METHODS[name].client: name for name in METHODS if name != "local"
 }  # one system of each trainer; local sends nothing
 STEPS: dict[str, Any] = {
     "clients": 1,

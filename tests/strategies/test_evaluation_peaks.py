@@ -16,9 +16,10 @@ from piecework.planning.cut import Cut
 from piecework.planning.evaluation_cost import chosen, evaluation_steps, sizes
 from piecework.plans.plan_evaluation import evaluation_row, evaluation_warning, needed_to_evaluate
 from piecework.server_app.records import RunDir
-from piecework.strategies import STRATEGIES, find_method
+from piecework.strategies import find_method
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.messages import Task
+from piecework.training.methods import METHODS
 
 RUNNING = {"architecture__batch_norm": "running"}
 ATTACK = {"attack__steps": 1, "evaluation__attack_steps": 1}
@@ -101,7 +102,7 @@ def test_evaluation_takes_what_was_predicted(tmp_path: Path, strategy: str) -> N
 
 
 def test_every_system_is_looked_at() -> None:
-    assert {*CASES, *UNENFORCED} == set(STRATEGIES)
+    assert {*CASES, *UNENFORCED} == set(METHODS)
 
 
 def test_one_byte_less_is_refused(tmp_path: Path) -> None:

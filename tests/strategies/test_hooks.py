@@ -5,8 +5,9 @@ import inspect
 import pytest
 
 from piecework.planning.cut import Cut
-from piecework.strategies import STRATEGIES, find_method
+from piecework.strategies import find_method
 from piecework.strategies.method import Method, StagedMethod
+from piecework.training.methods import METHODS
 
 
 def hooks(cls: type, *bases: type) -> set[str]:
@@ -20,16 +21,16 @@ ATTRIBUTES = {"can", "cut_class", "state_class", "serving_class", "piece_class"}
 
 
 def test_methods_override_few_hooks() -> None:
-    found = set().union(*(hooks(find_method(name), Method) for name in STRATEGIES)) - ATTRIBUTES
+    found = set().union(*(hooks(find_method(name), Method) for name in METHODS)) - ATTRIBUTES
     assert len(found) <= 13, sorted(found)
 
 
 def test_cuts_override_few_hooks() -> None:
-    found = set().union(*(hooks(find_method(name).cut_class, Cut) for name in STRATEGIES)) - {"method"}
+    found = set().union(*(hooks(find_method(name).cut_class, Cut) for name in METHODS)) - {"method"}
     assert len(found) <= 10, sorted(found)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", METHODS)
 def test_an_assignment_is_a_function_of_its_context(name: str) -> None:
     method = find_method(name)
     assert list(inspect.signature(method.assign).parameters) == ["self", "ctx"]

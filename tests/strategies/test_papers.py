@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from piecework.commands.settings_list import setting_rows
-from piecework.strategies import STRATEGIES
+from piecework.training.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPERS = ("fedepth", "fedprophet", "prism", "profl", "spafl")
@@ -39,7 +39,7 @@ PLACE = re.compile(r"([\w/]+\.py): ([\w., ]+)")
 
 
 def docstring_of(name: str) -> str:
-    module = import_module(STRATEGIES[name][0])
+    module = import_module(METHODS[name].server.partition(":")[0])
     return module.__doc__ or ""
 
 
@@ -74,7 +74,7 @@ def test_algorithms_name_the_papers_equations(name: str) -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES])
+@pytest.mark.parametrize("name", [*METHODS])
 def test_papers_are_cited_with_a_link(name: str) -> None:
     """Baselines without a paper of their own say whose they are."""
     assert re.search(r"https://(arxiv\.org/abs|openreview\.net/forum)|baseline of|rival", docstring_of(name))

@@ -1,19 +1,12 @@
 """The settings of a run: a frozen class for each table, with the default, range and meaning of each setting.
 
-The tables of the methods lie here, a file for each family as in `strategies/`, because clients read them too, and import no
-strategy.
+The table of a method lies in its folder (`settings.py`); training/methods.py says which tables a method reads.
 """
 
+from piecework.training.capabilities import Scalar
 from piecework.training.settings.rates import learning_rate
-from piecework.training.settings.run import (
-    CHANGEABLE,
-    EXTENDABLE,
-    Settings,
-    SettingsError,
-    check_resume,
-    too_many_asked,
-)
-from piecework.training.settings.table import Scalar
+from piecework.training.settings.resume import EXTENDABLE, check_resume
+from piecework.training.settings.run import CHANGEABLE, Settings, SettingsError, too_many_asked
 
 __all__ = [
     "CHANGEABLE",

@@ -6,19 +6,18 @@ string), so it is only read through `Settings.from_run_config`. An error names t
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from pathlib import PureWindowsPath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from piecework.device_profiles.documents import shown
-from piecework.training.settings.cascade import DepthFLSettings, FeDepthSettings, FedProphetSettings, ProFLSettings
-from piecework.training.settings.distillation import FedDFSettings, FedETSettings
-from piecework.training.settings.low_rank import PriSMSettings
+from piecework.training.capabilities import Scalar
+from piecework.training.methods import METHODS, find_entry, table_class
 from piecework.training.settings.shared import (
     ArchitectureSettings,
     AttackSettings,
@@ -29,10 +28,7 @@ from piecework.training.settings.shared import (
     MessagesSettings,
     TrainingSettings,
 )
-from piecework.training.settings.sparse import FedPMSettings, SpaFLSettings
-from piecework.training.settings.table import AtLeastOne, Case, Count, Scalar, Seed, Table, case, flat, nested, setting
-from piecework.training.settings.whole import FedRBNSettings
-from piecework.training.settings.width import FjORDSettings, HeteroFLSettings, SplitMixSettings
+from piecework.training.settings.table import AtLeastOne, Count, Seed, Table, flat, nested, setting
 
 # Settings that a resumed run may change; all others affect its numbers.
 CHANGEABLE = frozenset(
@@ -52,30 +48,11 @@ CHANGEABLE = frozenset(
         "faults.allow-untrained",  # it decides whether a run starts, but none of its numbers
     }
 )
-# Settings that a resumed run may set: they affect the rates of the rounds to come.
-EXTENDABLE = frozenset({"training.lr-rounds"})
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}  # of a setting, by its default
 
-# What `architecture.batch-norm = auto` means: `running` unless listed. Where clients train sub-models, or blocks after others
-# that are random or have just been trained, the statistics kept in training are not those of the evaluated model. With FedDF
-# such statistics cost 2 points of accuracy (docs/batch-norm.md). FedRBN and HeteroFL do as in their papers.
-AUTO_NORMS = {"fedrbn": "local", "heterofl": "static"} | dict.fromkeys(
-    (
-        "fedrolex",
-        "feddrop",
-        "fjord",
-        "prism",
-        "orthdrop",
-        "origdrop",
-        "fedpm",
-        "fedepth",
-        "m-fedepth",
-        "profl",
-        "feddf",
-    ),
-    "measured",
-)
+
+T = TypeVar("T", bound=Table)
 
 
 class SettingsError(ValueError):
@@ -119,19 +96,9 @@ class Settings(Table):
     messages: MessagesSettings = MessagesSettings()
     faults: FaultsSettings = FaultsSettings()
 
-    fedepth: FeDepthSettings = FeDepthSettings()
-    fedprophet: FedProphetSettings = FedProphetSettings()
-    profl: ProFLSettings = ProFLSettings()
-    depthfl: DepthFLSettings = DepthFLSettings()
-    heterofl: HeteroFLSettings = HeteroFLSettings()
-    fjord: FjORDSettings = FjORDSettings()
-    splitmix: SplitMixSettings = SplitMixSettings()
-    prism: PriSMSettings = PriSMSettings()
-    spafl: SpaFLSettings = SpaFLSettings()
-    fedpm: FedPMSettings = FedPMSettings()
-    feddf: FedDFSettings = FedDFSettings()
-    fedet: FedETSettings = FedETSettings()
-    fedrbn: FedRBNSettings = FedRBNSettings()
+    _tables: dict[str, Table] = PrivateAttr(
+        default_factory=dict
+    )  # those of methods that differ from their defaults, by name
 
     @model_validator(mode="after")
     def _tolerance_is_for_papers(self) -> Self:
@@ -195,10 +162,8 @@ class Settings(Table):
         return self
 
     @model_validator(mode="after")
-    def _texts_are_readable(self) -> Self:
+    def _options_are_readable(self) -> Self:
         self.architecture.parsed_options()
-        self.heterofl.ratios()
-        self.prism.ratios()
         return self
 
     @model_validator(mode="after")
@@ -236,18 +201,13 @@ class Settings(Table):
         return server_round == self.num_rounds or bool(every and server_round % every == 0)
 
     @property
-    def restarts_rates(self) -> bool:
-        """Whether the schedule of learning rates begins again with every stage."""
-        return self.strategy == "fedprophet" and self.fedprophet.lr_restart
-
-    @property
     def norms(self) -> str:
         """The value of `architecture.batch-norm`, `auto` resolved for the strategy, or of `architecture.norm` if not batch."""
         if self.architecture.norm != "batch":
             return self.architecture.norm
         if self.architecture.batch_norm != "auto":
             return self.architecture.batch_norm
-        return AUTO_NORMS.get(self.strategy, "running")
+        return find_entry(self.strategy).can.norms
 
     @property
     def measures_norms(self) -> bool:
@@ -264,34 +224,50 @@ class Settings(Table):
         """Whether clients always run batch norms with the statistics of the batch."""
         return self.norms_in_training == "batch"
 
+    def of(self, table: type[T]) -> T:
+        """Return the settings of a method, by the class of their table."""
+        found = self._tables.get(table.name)
+        return found if isinstance(found, table) else _defaults(table)
+
     @classmethod
     def from_run_config(cls, config: Mapping[str, Scalar]) -> Self:
         """Validate a flat run configuration. Raises SettingsError."""
+        known = fields(str(config.get("strategy", "")))
         for key, value in config.items():
-            if key not in fields():
-                raise SettingsError(_unknown_key(key))
+            if key not in known:
+                raise SettingsError(_unknown_key(key, known))
             if not isinstance(value, Scalar):
-                raise SettingsError(f"setting {key} = {shown(value)}: should be {KINDS[type(fields()[key].default)]}")
+                raise SettingsError(f"setting {key} = {shown(value)}: should be {KINDS[type(known[key].default)]}")
         # with their types, because a cache treats True, 1 and 1.0 as equal
         items = tuple((key, type(config[key]), config[key]) for key in sorted(config))
         return _validated(cls, items)  # type: ignore[return-value]
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Return the flat form, `fedprophet.apa-step`, with every key."""
-        return flat(self.model_dump(by_alias=True))
+        own = {name: self.of(table).model_dump(by_alias=True) for name, table in method_tables(self.strategy).items()}
+        return flat(self.model_dump(by_alias=True) | own)
 
     def changed(self, values: Mapping[str, Any]) -> Self:
         """Return these settings with other values, by key, which are not validated. Raises SettingsError for an unknown key."""
-        update: dict[str, Any] = {}
+        strategy = str(values.get("strategy", self.strategy))
+        update, tables = dict[str, Any](), dict(self._tables)
         for key, value in values.items():
-            if key not in fields():
-                raise SettingsError(_unknown_key(key))
-            table, _, name = key.replace("-", "_").rpartition(".")
-            if table:
-                update[table] = update.get(table, getattr(self, table)).model_copy(update={name: value})
+            if key not in fields(strategy):
+                raise SettingsError(_unknown_key(key, fields(strategy)))
+            name, _, field = key.replace("-", "_").rpartition(".")
+            if not name:
+                update[field] = value
+            elif own := method_tables(strategy).get(name.replace("_", "-")):
+                tables[own.name] = tables.get(own.name, _defaults(own)).model_copy(update={field: value})
             else:
-                update[name] = value
-        return self.model_copy(update=update)
+                update[name] = update.get(name, getattr(self, name)).model_copy(update={field: value})
+        return self.model_copy(update=update)._with(tables)
+
+    def _with(self, tables: Mapping[str, Table]) -> Self:
+        """Return these settings with the tables of methods; those with their defaults are left out, as in a new run."""
+        found = self.model_copy()
+        found._tables = {name: table for name, table in tables.items() if table != _defaults(type(table))}
+        return found
 
     def hash(self) -> str:
         """Return a short digest of the settings that affect a run's numbers; equal for a run and its resumption."""
@@ -300,60 +276,76 @@ class Settings(Table):
 
 
 @cache
-def tables() -> dict[str, type[Table]]:
-    """Return the classes of all tables by name, in their order; Settings itself is the table `run`."""
-    kinds = {name: field.annotation for name, field in Settings.model_fields.items()}
-    return {"run": Settings} | {n: k for n, k in kinds.items() if isinstance(k, type) and issubclass(k, Table)}
+def _defaults(table: type[T]) -> T:
+    return table()
 
 
 @cache
-def fields() -> dict[str, FieldInfo]:
-    """Return the declaration of every setting by its key."""
-    return dict(_fields())
+def method_tables(strategy: str = "") -> dict[str, type[Table]]:
+    """Return the classes of the methods' tables by name, with that of a strategy of one's own. Raises SettingsError."""
+    named = [name for entry in METHODS.values() for name in entry.tables]
+    try:
+        own = find_entry(strategy).tables if ":" in strategy else ()
+        found = {table.name: table for table in map(table_class, [*sorted(set(named)), *own])}
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    return found
 
 
-def _fields() -> Iterator[tuple[str, FieldInfo]]:
-    for name, table in tables().items():
+@cache
+def tables(strategy: str = "") -> dict[str, type[Table]]:
+    """Return the classes of all tables by name, in their order; Settings itself is the table `run`. Raises SettingsError."""
+    kinds = {name: field.annotation for name, field in Settings.model_fields.items()}
+    shared = {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Table)}
+    return {"run": Settings} | shared | method_tables(strategy)
+
+
+@cache
+def fields(strategy: str = "") -> dict[str, FieldInfo]:
+    """Return the declaration of every setting by its key, with those of a strategy of one's own. Raises SettingsError."""
+    return dict(_fields(tables(strategy)))
+
+
+def _fields(tables: Mapping[str, type[Table]]) -> Iterator[tuple[str, FieldInfo]]:
+    for name, table in tables.items():
         for field, info in table.model_fields.items():
-            if field not in tables():
+            if field not in tables:
                 key = field.replace("_", "-")
                 yield key if name == "run" else f"{name}.{key}", info
-
-
-@cache
-def cases() -> dict[str, tuple[Case, ...]]:
-    """Return the cases in which each setting is used; those that every run uses are missing."""
-    found = {}
-    for key, info in fields().items():
-        own: Any = (info.json_schema_extra or {}).get("only") if isinstance(info.json_schema_extra, dict) else ()
-        strategies = tables()[key.rpartition(".")[0] or "run"].used_by
-        if own or strategies:
-            found[key] = own or case(*strategies)
-    return found
 
 
 @lru_cache(maxsize=64)
 def _validated(cls: type[Settings], items: tuple[tuple[str, type, Scalar], ...]) -> Settings:
     values = {key: value for key, _, value in items}
+    strategy = str(values.get("strategy", ""))
     for key, value in values.items():
-        default = fields()[key].default
+        default = fields(strategy)[key].default
         if isinstance(value, int) and not isinstance(value, bool) and isinstance(default, float) and abs(value) < 2**63:
             values[key] = float(value)
+    given, own, errors = nested(values), dict[str, Table](), list[Mapping[str, Any]]()
+    for name, table in method_tables(strategy).items():
+        try:
+            own[name] = table.model_validate(given.pop(name, {}), by_alias=True, by_name=False)
+        except ValidationError as error:
+            errors += [dict(each) | {"loc": (name, *each["loc"]) if each["loc"] else ()} for each in error.errors()]
     try:
-        return cls.model_validate(nested(values), by_alias=True, by_name=False)
+        settings = cls.model_validate(given, by_alias=True, by_name=False)
     except ValidationError as error:
-        raise SettingsError("\n".join(map(_explain, error.errors()))) from None
+        errors = [*error.errors(), *errors]
+    if errors:
+        raise SettingsError("\n".join(map(_explain, errors)))
+    return settings._with(own)
 
 
-def _unknown_key(key: str) -> str:
+def _unknown_key(key: str, fields: Iterable[str]) -> str:
     given = key.replace("_", "-")
-    known = {name.replace(".", "-"): name for name in fields()}
-    last = {name.rpartition(".")[2] for name in fields()}
+    known = {name.replace(".", "-"): name for name in fields}
+    last = {name.rpartition(".")[2] for name in fields}
     if given.replace(".", "-") in known:
         near = [known[given.replace(".", "-")]]
     else:
         close = get_close_matches(given.rpartition(".")[2], last, n=1, cutoff=0.7)
-        near = [name for name in fields() if name.rpartition(".")[2] in close]
+        near = [name for name in fields if name.rpartition(".")[2] in close]
     if near:
         return f"unknown setting {key!r}: did you mean {' or '.join(map(repr, near))}?"
     return f"unknown setting {key!r}: `piecework settings` lists all {len(known)}"
@@ -367,22 +359,10 @@ def _explain(error: Mapping[str, Any]) -> str:
     return f"setting {key} = {shown(error['input'])}: {message}"
 
 
-def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
-    """Raise SettingsError, which names the first key, unless `new` may resume a run with the settings `old`."""
-    for key, value in new.to_run_config().items():
-        may_change = key in CHANGEABLE or (key in EXTENDABLE and value)
-        if not may_change and key in old and old[key] != value:
-            raise SettingsError(
-                f"setting {key} = {value!r} differs from {old[key]!r} of the run to resume: a resumed run may only change "
-                f"{', '.join(sorted(CHANGEABLE | EXTENDABLE))}. `piecework run --set resume-from=DIR` takes all others from "
-                "the run; plain `flwr run` gives each its default unless it is named"
-            )
-
-
 def too_many_asked(settings: Settings, clients: int) -> str:
     """Return an error text if a round asks more clients than exist, else an empty text; the default may ask more."""
     asked, more = settings.clients_per_round, settings.faults.over_sample
-    if asked + more <= clients or (not more and asked == fields()["clients-per-round"].default):
+    if asked + more <= clients or (not more and asked == Settings.model_fields["clients_per_round"].default):
         return ""
     if more:
         return (

@@ -15,46 +15,14 @@ from piecework.training.settings.table import (
     Positive,
     PositiveBytes,
     Table,
+    able,
     case,
     setting,
 )
 
-ATTACKED = (*case(training__adversarial=True), *case("fedprophet", "jfat", "fedrbn"))
-PUBLIC = (*case("feddf", "fedet"), *case("fedrbn", fedrbn__evaluation_branch="detector"))
-AVERAGED = ("fedavg", "exclusivefl", "allsmall", "fedepth", "m-fedepth")  # strategies that accept late answers
+ATTACKED = case(training__adversarial=True) + able("always_attacks")
+PERSONAL = case(evaluation__mode="personal") + able("personal")
 WAYS = ("micro-batch", "recompute")  # to fit a step into a small budget
-FITTED = (  # strategies whose steps they do not change
-    *(
-        "fedavg",
-        "exclusivefl",
-        "allsmall",
-        "heterofl",
-        "fedrolex",
-        "feddrop",
-        "origdrop",
-        "splitmix",
-        "prism",
-        "orthdrop",
-    ),
-    *("feddf", "fedet", "fedpm", "spafl", "local", "fedepth", "m-fedepth", "profl", "fedprophet", "jfat"),
-)
-GROUPED = (  # strategies that take group norms; the others change batch norms themselves
-    *(
-        "fedavg",
-        "exclusivefl",
-        "allsmall",
-        "heterofl",
-        "fedrolex",
-        "feddrop",
-        "origdrop",
-        "fjord",
-        "splitmix",
-        "depthfl",
-    ),
-    *("feddf", "fedet", "fedepth", "m-fedepth", "profl", "fedprophet", "jfat"),
-)
-ROUNDED = ("fedrbn", "fjord", "depthfl", *(name for name in FITTED if name != "fedpm"))  # FedPM trains with Adam
-PERSONAL = (*case(evaluation__mode="personal"), *case("spafl", "local"))
 
 
 class DataSettings(Table):
@@ -98,7 +66,7 @@ class DataSettings(Table):
         0.0, "fraction of the training examples set aside for the server's distillation before partitioning"
     )
     public: str = setting(
-        "", "the server's public data instead: folder:DIR, npz:FILE, or the name of a data set", PUBLIC
+        "", "the server's public data instead: folder:DIR, npz:FILE, or the name of a data set", able("public")
     )
     validation_fraction: Fraction = setting(0.2, "fraction of a client's examples kept for validation; 0 = none")
     augment: bool = setting(False, "random flip and crop of images, drawn once per cache fill")
@@ -126,7 +94,7 @@ class ArchitectureSettings(Table):
         "batch",
         "norms of convolutional models. group: of two groups; frozen: batch norms that keep the statistics of "
         "training.init-weights. Both depend on no other example, so micro-batches change nothing (memory.fit)",
-        case(*GROUPED),
+        able("other_norms"),
     )
 
     def parsed_options(self) -> dict[str, str]:
@@ -170,7 +138,7 @@ class TrainingSettings(Table):
     optimiser_state: Literal["float32", "bfloat16"] = setting(
         "float32",
         "bfloat16: clients keep momentum in half the memory, and round it in each step",
-        case(*ROUNDED, memory__model="traced"),
+        able("rounds", memory__model="traced"),
     )
     adversarial: bool = setting(
         False, "train on adversarial examples, if the strategy can; FedProphet, jFAT and FedRBN always do"
@@ -236,7 +204,7 @@ class MemorySettings(Table):
     fit: str = setting(
         "",
         "ways in which a step may fit a small budget, preferred first: micro-batch, recompute; empty = plain steps alone",
-        case(*FITTED, memory__model="traced") + case("depthfl", memory__model="traced", depthfl__feddyn_alpha=0.0),
+        able("fit", memory__model="traced"),
     )
 
     @model_validator(mode="after")
@@ -290,7 +258,7 @@ class FaultsSettings(Table):
     accept_late: Count = setting(
         0,
         "most rounds after which an answer that came too late for its own round enters the model; 0 = it is dropped",
-        case(*AVERAGED),
+        able("late"),
     )
     deadline_factor: NonNegative = setting(
         0.0,

@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Scalar = bool | int | float | str
+from piecework.training.capabilities import Case, Scalar
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # Whole numbers are bounded so that a product of some, with the sizes of a model, is still a number of 64 bits.
@@ -20,14 +21,11 @@ MOST_RATIOS = 100  # sub-models of a run: each is built and traced
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
-# A run uses a setting in a case if each key in it, with its table's name, has one of the values.
-Case = Mapping[str, tuple[Scalar, ...]]
-
 
 class Table(BaseModel):
-    """A table of settings, with kebab-case keys. `used_by` names the strategies that read it; none = every strategy does."""
+    """A table of settings, with kebab-case keys. `name` is that of a method's table; the shared ones are fields of Settings."""
 
-    used_by: ClassVar[tuple[str, ...]] = ()
+    name: ClassVar[str] = ""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -41,6 +39,11 @@ class Table(BaseModel):
 def setting(default: Scalar, meaning: str, only: tuple[Case, ...] = ()) -> Any:
     """Declare a setting. It is used in the cases `only`; without them, in every run of the strategies that read its table."""
     return Field(default, description=meaning, json_schema_extra={"only": only})  # type: ignore[dict-item]
+
+
+def able(capability: str, **values: Scalar) -> tuple[Case, ...]:
+    """Return the case of the strategies that have this capability, a field of Capabilities; keywords are as in `case`."""
+    return tuple({"can": (capability,), **each} for each in case(**values))
 
 
 def case(*strategies: str, **values: Scalar) -> tuple[Case, ...]:

@@ -31,6 +31,7 @@ from piecework.models.depth_exits import exits_of, mean_logits
 from piecework.models.partition import Piece, fits
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.strategies.cascade.depthfl.settings import DepthFLSettings
 from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
 from piecework.training.loop import Load, LocalTrainer, MakeLoss, PieceModel, classification_loss
@@ -150,7 +151,7 @@ def train(task: Task, client: Client) -> Update:
     """Train as many blocks as fit. Raises MemoryBudgetExceededError if even the first does not."""
     task_config, settings = DepthFLTaskConfig.of(task), client.settings
     item = deepest(task, client)
-    alpha = settings.depthfl.feddyn_alpha
+    alpha = settings.of(DepthFLSettings).feddyn_alpha
     make_loss = depth_loss(task_config.weight)
     if alpha:
         make_loss = dynamic(make_loss, alpha, lambda piece: corrections(client, piece, alpha))

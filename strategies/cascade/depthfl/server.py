@@ -30,7 +30,6 @@ from piecework.models.partition import Piece
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context, OfUnits
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
 from piecework.strategies.cascade.depthfl.client import (
@@ -40,10 +39,13 @@ from piecework.strategies.cascade.depthfl.client import (
     distillation_weight,
     item_of_depth,
 )
+from piecework.strategies.cascade.depthfl.settings import DepthFLSettings
 from piecework.strategies.method import Method, Round
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.serving import DeviceModel, Serving
 from piecework.strategies.state import Progress, StrategyState
+from piecework.training.capabilities import Refusal
+from piecework.training.methods import METHODS
 
 H = "h/"  # prefix in `kept` of FedDyn's h of each parameter, float32
 
@@ -70,7 +72,7 @@ class DepthFLCut(Cut):
         depth = next(d for d in range(1, len(self.blocks) + 1) if self.depth(d) == item)
         name = "the whole model" if depth == len(self.blocks) else "block 1" if depth == 1 else f"blocks 1 to {depth}"
         # The memory cost does not depend on the weight of self-distillation.
-        loss = costed_loss(1.0, self.settings.depthfl.feddyn_alpha)
+        loss = costed_loss(1.0, self.settings.of(DepthFLSettings).feddyn_alpha)
         return Part(self.model, item.atoms, item.head, make_loss=loss, name=f"{name} and exits", piece_class=ExitsModel)
 
     def deepest(self, allowed: int) -> int:
@@ -116,14 +118,13 @@ class DepthFL(Method):
     """Clients train models of different depths, each with a classifier after every block."""
 
     name = "depthfl"
-    can = Capabilities(
-        attack="optional",
-        adapts=True,
-        untrained="cut off",
-        asks="able",
-        evaluates="as trained",
-        measures=False,
-        when_excluded="gets no task",
+    can = METHODS["depthfl"].can
+    refuses = (
+        Refusal(
+            "architecture.batch-norm",
+            "the server would have no model to predict with, use running or batch",
+            ("local",),
+        ),
     )
     cut_class = DepthFLCut
     cut: DepthFLCut
@@ -133,13 +134,6 @@ class DepthFL(Method):
     piece_class = ExitsModel
 
     clients: int
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run could not work."""
-        if self.settings.norms == "local":
-            raise ValueError(
-                "architecture.batch-norm = 'local': the server would have no model to predict with, use running or batch"
-            )
 
     def begin(self, fleet: ClientResources) -> None:
         """Raise ValueError if no client can train the first block."""
@@ -151,7 +145,7 @@ class DepthFL(Method):
         depth = max(1, self.cut.deepest(ctx.device.allowed_bytes))
         items = [self.cut.depth(d) for d in range(1, depth + 1)]
         units = frozenset({*(f"atoms.{atom}" for atom in items[-1].atoms), items[-1].head})
-        weight = distillation_weight(ctx.round, self.settings.depthfl.distillation_rounds)
+        weight = distillation_weight(ctx.round, self.settings.of(DepthFLSettings).distillation_rounds)
         needed = self.cut.needs(*items)
         return Assignment((items[-1],), needed, sends=OfUnits(units), config=DepthFLTaskConfig(depth, weight))
 
@@ -172,7 +166,7 @@ class DepthFL(Method):
 
     def finish(self, current: Round) -> ArrayRecord:
         """Return the new model: the mean of the updates, with FedDyn minus h / a."""
-        alpha, before = self.settings.depthfl.feddyn_alpha, current.arrays
+        alpha, before = self.settings.of(DepthFLSettings).feddyn_alpha, current.arrays
         after = super().finish(current)
         if not alpha:
             return after

@@ -47,6 +47,7 @@ from piecework.strategies.cascade.fedepth.mutual import (
     train_mutually,
     without_examples,
 )
+from piecework.strategies.cascade.fedepth.settings import FeDepthSettings
 from piecework.training.answers import Metrics
 from piecework.training.examples import Examples
 from piecework.training.loop import (
@@ -116,7 +117,7 @@ def pair_items(
 def sub_problem(blueprint: Blueprint, settings: Settings, atoms: Piece, *, own_heads: bool = False) -> WorkItem:
     """Return the work item that trains a block: with the shared head, with its own head, or within the whole network."""
     last = len(blueprint.atoms) - 1
-    if settings.fedepth.sub_problem == "network":
+    if settings.of(FeDepthSettings).sub_problem == "network":
         return WorkItem(tuple(range(last + 1)), learns=atoms)
     return WorkItem(atoms, f"exits.{atoms[-1]}" if own_heads and atoms[-1] != last else "head")
 
@@ -129,8 +130,8 @@ def items_of(
     Raises AtomTooLargeError for an atom that does not fit and cannot be excluded.
     """
     names, item = atom_names(blueprint), partial(sub_problem, blueprint, settings, own_heads=own_heads)
-    items = choose_items(names, cost, allowed, settings.fedepth.mutual_models, item, settings.memory.excess)
-    if settings.fedepth.sub_problem == "network" or len(items[-1].atoms) == len(names):
+    items = choose_items(names, cost, allowed, settings.of(FeDepthSettings).mutual_models, item, settings.memory.excess)
+    if settings.of(FeDepthSettings).sub_problem == "network" or len(items[-1].atoms) == len(names):
         return items
     needed = indispensable(blueprint, [atom for each in items for atom in each.atoms])
     if needed is None:
@@ -183,11 +184,11 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
         update = train_mutually(client, items[0])
     elif items[-1].taught:
         update = train_pair(client, items, own_heads=own_heads)
-    elif client.settings.fedepth.sub_problem == "network":
+    elif client.settings.of(FeDepthSettings).sub_problem == "network":
         update = train_network(client, items)
     else:
         update = train_blocks(client, items)
-        if client.settings.fedepth.partial_training == "dilute":
+        if client.settings.of(FeDepthSettings).partial_training == "dilute":
             update = replace(update, units=[*dict.fromkeys([*update.units, *client.blueprint.units()])])
     return replace(update, metrics=update.metrics | {"predicted-peak": max(task.costs.get(item, 0) for item in items)})
 
@@ -232,7 +233,7 @@ def train_pair(client: Client, items: list[WorkItem], *, own_heads: bool) -> Upd
     trains, so that the two are never in memory together.
     """
     *blocks, whole = items
-    kind, examples = client.settings.fedepth.mutual_loss, client.local_data(0)
+    kind, examples = client.settings.of(FeDepthSettings).mutual_loss, client.local_data(0)
     make_loss = taught_loss(kind)
     folder = companion_folder(client, 1, client.blueprint.units(exits=own_heads))
     second = replace(client, folder=folder, validation=without_examples(client.validation))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from piecework.client_app.client import Client, Update
 from piecework.models.cascade import isolated_rng
 from piecework.models.work_item import WorkItem
+from piecework.strategies.cascade.fedepth.settings import FeDepthSettings
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, classification_loss
@@ -49,7 +50,7 @@ def train_mutually(client: Client, item: WorkItem) -> Update:
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, item.atoms, item.head, owner.load()) for owner in owners],
         client.config_of(item),
-        mutual_loss(client.settings.fedepth.mutual_loss),
+        mutual_loss(client.settings.of(FeDepthSettings).mutual_loss),
     )
     examples = client.local_data(0)
     for epoch in trainer.epochs():

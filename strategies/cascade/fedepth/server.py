@@ -25,7 +25,6 @@ than the whole model alone.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 
 from piecework.models.cascade import can_fit
@@ -33,7 +32,6 @@ from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import AtomTooLargeError, Piece, exclude_input_side
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.cut import Cut, Stage, label
 from piecework.planning.part import Part
 from piecework.strategies.cascade.fedepth.client import (
@@ -44,7 +42,10 @@ from piecework.strategies.cascade.fedepth.client import (
     sub_problem,
 )
 from piecework.strategies.cascade.fedepth.mutual import mutual_loss, taught_loss
+from piecework.strategies.cascade.fedepth.settings import FeDepthSettings
 from piecework.strategies.method import Method
+from piecework.training.capabilities import Refusal
+from piecework.training.methods import METHODS
 
 
 class FeDepthCut(Cut):
@@ -56,7 +57,7 @@ class FeDepthCut(Cut):
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return a sub-problem's part: a block with its head, a block in the whole network, or models that learn mutually."""
-        kind = self.settings.fedepth.mutual_loss
+        kind = self.settings.of(FeDepthSettings).mutual_loss
         if item.copies > 1:
             name = f"{item.copies} whole models, mutually"
             return Part(self.blueprint, item.atoms, item.head, item.copies, mutual_loss(kind), name)
@@ -73,7 +74,7 @@ class FeDepthCut(Cut):
     def require_model(self) -> None:
         """Raise ValueError, if blocks share a head, for an atom whose features cannot be zero-padded to the head's input."""
         wanted = self.blueprint.feature_shape
-        if self.can.exits or self.settings.fedepth.sub_problem == "network":
+        if self.can.exits or self.settings.of(FeDepthSettings).sub_problem == "network":
             return
         for atom in self.blueprint.atoms:
             if not can_fit(atom.shape, wanted):
@@ -100,7 +101,10 @@ class FeDepthCut(Cut):
         """Return the bytes for the last atom and all indispensable ones; other atoms are excluded if they do not fit."""
         atoms = range(len(self.blueprint.atoms))
         last = self._alone(atoms[-1])
-        if self.settings.fedepth.sub_problem == "network" or indispensable(self.blueprint, [atoms[-1]]) is None:
+        if (
+            self.settings.of(FeDepthSettings).sub_problem == "network"
+            or indispensable(self.blueprint, [atoms[-1]]) is None
+        ):
             return last
         costs = sorted({last, *(cost for atom in atoms if (cost := self._alone(atom)) > last)})
         kept = (exclude_input_side(atoms, lambda piece: self.needed(self.item(piece)), cost) for cost in costs)
@@ -126,16 +130,9 @@ class FeDepth(Method):
     """FeDepth with one head, shared by all sub-problems."""
 
     name = "fedepth"
-    can = Capabilities(cuts=True, single_atoms=True, late=True)
+    can = METHODS["fedepth"].can
     cut_class = FeDepthCut
     cut: FeDepthCut
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run could not work."""
-        if self.settings.fedepth.sub_problem == "network" and self.can.exits:
-            raise ValueError(
-                f"fedepth.sub-problem = 'network' trains the model's own head, but {self.name} has separate heads: use fedepth"
-            )
 
     def assign(self, ctx: Context) -> Assignment:
         """Return the device's own decomposition, with the costs of all items that its search looks up.
@@ -170,4 +167,11 @@ class MFeDepth(FeDepth):
     """m-FeDepth: every sub-problem has a separate head (section 4.1)."""
 
     name = "m-fedepth"
-    can = replace(FeDepth.can, exits=True)
+    can = METHODS["m-fedepth"].can
+    refuses = (
+        Refusal(
+            "fedepth.sub-problem",
+            "it trains the model's own head, but m-fedepth has separate heads: use fedepth",
+            ("network",),
+        ),
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from piecework.federation.aggregation import UpdateRejectedError
+from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.strategies.state import StrategyState
 from piecework.training.settings import Settings
 
@@ -75,7 +76,7 @@ class FedProphetState(StrategyState):
 
 def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: FixedModule, settings: Settings) -> float:
     """Return the next alpha (Eq. 12), with C and A summed over the `recent` rounds, and without divisions, as A may be 0."""
-    own = settings.fedprophet
+    own = settings.of(FedProphetSettings)
     least = own.apa_start if own.apa_bound == "start" else 0.0
     clean, adversarial = (sum(column) for column in zip(*recent, strict=True))
     ratio, target = clean * fixed.adversarial, adversarial * fixed.clean

@@ -28,6 +28,7 @@ from piecework.client_app.validation import cascade_of, validate
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, runs
 from piecework.models.work_item import WorkItem
+from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.training.answers import Metrics
 from piecework.training.attacks import Attack, Loss, pgd
 from piecework.training.examples import Examples, batches
@@ -113,7 +114,7 @@ def train(task: Task, client: Client) -> Update:
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, item.atoms, item.head, client.load())],
         training_config,
-        module_loss(client.settings.fedprophet.convexity),
+        module_loss(client.settings.of(FedProphetSettings).convexity),
     )
     for epoch in trainer.epochs():
         trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(item.atoms)}")
@@ -158,11 +159,15 @@ def stage_attack(client: Client, task_config: FedProphetTaskConfig) -> Attack:
     if not task_config.stage:
         return images
     epsilon = task_config.epsilon
-    if settings.fedprophet.feature_norm == "linf":
+    if settings.of(FedProphetSettings).feature_norm == "linf":
         epsilon /= math.sqrt(math.prod(client.blueprint.shape_before(task_config.atoms(task_config.stage)[0])))
     low = 0.0 if task_config.nonnegative else -math.inf
     return Attack(
-        settings.fedprophet.feature_norm, epsilon, 2.5 * epsilon / settings.attack.steps, settings.attack.steps, low
+        settings.of(FedProphetSettings).feature_norm,
+        epsilon,
+        2.5 * epsilon / settings.attack.steps,
+        settings.attack.steps,
+        low,
     )
 
 

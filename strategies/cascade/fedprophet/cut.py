@@ -11,24 +11,69 @@ Ours: the memory cost of the last module includes its own head; the authors add 
 """
 
 from functools import cached_property
+from typing import Any, Self
 
 from piecework.device_profiles.profile import DeviceState
+from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import layer_statistics
-from piecework.models.partition import Piece, atom_names, greedy_partition
+from piecework.models.partition import AtomTooLargeError, Piece, atom_names, greedy_partition
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.planning.costs import CostModel, fraction_or_bytes
 from piecework.planning.cut import Cut, Stage
-from piecework.planning.part import Part
+from piecework.planning.part import Part, whole_model
 from piecework.strategies.cascade.fedprophet.client import module_item, module_loss
+from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
+from piecework.training.settings import Settings
 
 
 class FedProphetCut(Cut):
     """One stage per module."""
 
+    def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, *rest: Any, **own: Any) -> None:
+        self.own = settings.of(FedProphetSettings)
+        super().__init__(blueprint, cost_model.having(feature_norm=self.own.feature_norm), settings, *rest, **own)
+
+    def require_model(self) -> None:
+        """Raise ValueError for a model that cannot be attacked, or settings that leave no module or no adversarial round."""
+        if self.model.vocabulary:
+            raise ValueError(
+                f"{self.settings.model} reads tokens, which gradients cannot attack: {self.method.name} needs a model of images"
+            )
+        if self.own.stage_rounds:
+            self.require_adversarial_rounds(self.own.stage_rounds)
+        self.reserved()
+
+    def require_adversarial_rounds(self, stage_rounds: int) -> None:
+        """Raise ValueError if `attack.warmup` takes all rounds of a stage."""
+        if self.settings.attack.warmup >= stage_rounds:
+            raise ValueError(
+                f"attack.warmup = {self.settings.attack.warmup} leaves no adversarial round in stages of {stage_rounds} "
+                "(fedprophet.stage-rounds): lower it, or raise fedprophet.stage-rounds"
+            )
+
+    def reserved(self) -> Self:
+        """Return the cut for `fedprophet.r-min`, if set. Raises ValueError if it is malformed or too small for an atom."""
+        r_min, cut = self.own.r_min, self
+        if not r_min:
+            return self
+        try:
+            cut = self.with_smallest(fraction_or_bytes(r_min, self.cost_model.bytes(whole_model(self.model))))
+            _ = cut.stages
+        except AtomTooLargeError as error:
+            raise ValueError(
+                f"setting fedprophet.r-min = {r_min!r} is {cut.smallest:,} bytes, and atom {error.name!r} alone needs "
+                f"{error.needed:,}: set at least {self.min_budget():,} bytes, for the largest atom, or lower "
+                "training.batch-size"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"setting fedprophet.r-min = {r_min!r}: {error}") from None
+        return cut
+
     @property
     def variant(self) -> Variant:
         """The run's model with the pooling before its auxiliary heads."""
-        return Variant(pooling=self.settings.fedprophet.aux_pool)
+        return Variant(pooling=self.own.aux_pool)
 
     def item(self, atoms: Piece) -> WorkItem:
         """Return the work item that trains these atoms with their auxiliary head, or at the end with the model's own head."""
@@ -36,7 +81,7 @@ class FedProphetCut(Cut):
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the modules that a work item trains, with the strongly convex loss (Eq. 9)."""
-        return Part(self.model, item.atoms, item.head, make_loss=module_loss(self.settings.fedprophet.convexity))
+        return Part(self.model, item.atoms, item.head, make_loss=module_loss(self.own.convexity))
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the largest atom."""
@@ -51,13 +96,13 @@ class FedProphetCut(Cut):
             self.allowed,
             atom_names(self.blueprint),
         )
-        rounds = self.settings.fedprophet.stage_rounds or self.settings.num_rounds // len(modules)
+        rounds = self.own.stage_rounds or self.settings.num_rounds // len(modules)
         return [
             Stage(
                 f"module {m + 1}",
                 (self._fitted_part(self.item(module), self.allowed),),
                 key=m,
-                place=1 if self.settings.restarts_rates else 1 + m * rounds,
+                place=1 if self.own.lr_restart else 1 + m * rounds,
             )
             for m, module in enumerate(modules)
         ]
@@ -70,7 +115,7 @@ class FedProphetCut(Cut):
             * state.flops_per_second
             / slowest
         )
-        for later in self.stages[stage + 1 :] if self.settings.fedprophet.dma else []:
+        for later in self.stages[stage + 1 :] if self.own.dma else []:
             longer = (*assigned, *later.parts[0].atoms)
             item = self.item(longer)
             if self.part(item).forward_flops > flops or self.needed(item) > state.allowed_bytes:

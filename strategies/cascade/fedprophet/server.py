@@ -44,12 +44,9 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from piecework.models.cascade import initial_state, unit_of
-from piecework.models.partition import AtomTooLargeError, Piece
+from piecework.models.partition import Piece
 from piecework.planning.assignment import Assignment, Context, OfUnits
-from piecework.planning.capabilities import Capabilities
-from piecework.planning.costs import fraction_or_bytes
 from piecework.planning.cut import Cut
-from piecework.planning.part import whole_model
 from piecework.strategies.cascade.fedprophet.adjustment import (
     BestRound,
     FedProphetState,
@@ -60,9 +57,12 @@ from piecework.strategies.cascade.fedprophet.adjustment import (
 from piecework.strategies.cascade.fedprophet.client import FedProphetTaskConfig, head_behind
 from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
 from piecework.strategies.cascade.fedprophet.evaluation import query_steps, validation_steps
+from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.strategies.method import QueryingMethod, Round
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.state import Progress
+from piecework.training.capabilities import Refusal
+from piecework.training.methods import METHODS
 from piecework.training.settings import learning_rate
 
 LOG = logging.getLogger("piecework")
@@ -72,7 +72,14 @@ class FedProphet(QueryingMethod):
     """Trains the cascade one module per stage."""
 
     name = "fedprophet"
-    can = Capabilities(attack="always", cuts=True, stages=True, measures=False, swaps_with="fedprophet")
+    can = METHODS["fedprophet"].can
+    refuses = (
+        Refusal("evaluation.mode", "{name} controls training by clients' validation data; use central", ("personal",)),
+        Refusal("data.validation-fraction", "{name} is steered by the accuracy on clients' validation data", (0.0,)),
+        Refusal(
+            "evaluation.patience", "it compares the accuracies of different modules: use fedprophet.stage-patience"
+        ),
+    )
     cut_class: ClassVar[type[Cut]] = FedProphetCut
     cut: FedProphetCut
     state_class = FedProphetState
@@ -82,31 +89,8 @@ class FedProphet(QueryingMethod):
 
     def __init__(self, cut: FedProphetCut) -> None:
         super().__init__(cut)
-        self.validates = "all" if self.settings.fedprophet.validation_clients == "all" else "asked"
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which the run could not work."""
-        if self.personal:
-            raise ValueError(
-                f"evaluation.mode = 'personal': {self.name} controls training by clients' validation data; use central"
-            )
-        if self.cut.model.vocabulary:
-            raise ValueError(
-                f"{self.settings.model} reads tokens, which gradients cannot attack: {self.name} needs a model of images"
-            )
-        if not self.settings.data.validation_fraction:
-            raise ValueError(
-                f"data.validation-fraction is 0: {self.name} is steered by the accuracy on clients' validation data"
-            )
-        if self.settings.evaluation.patience:
-            raise ValueError(
-                f"evaluation.patience = {self.settings.evaluation.patience} compares the accuracies of different modules: "
-                f"use fedprophet.stage-patience"
-            )
-        if self.settings.fedprophet.stage_rounds:
-            self._check_warmup(self.settings.fedprophet.stage_rounds)
-        if self.settings.fedprophet.r_min:
-            self._cut(self.settings.fedprophet.r_min)
+        self.own = self.settings.of(FedProphetSettings)
+        self.validates = "all" if self.own.validation_clients == "all" else "asked"
 
     def begin(self, fleet: ClientResources) -> None:
         """Cut the model; R_min is chosen once per run. Raises ValueError if settings, clients and modules do not match."""
@@ -118,12 +102,12 @@ class FedProphet(QueryingMethod):
             )
         fleet.require_emulated()
         if not state.r_min:
-            state.r_min = self.cut.smallest or max(int(min(fleet.budgets())), self.cut.min_budget())
+            state.r_min = self.cut.reserved().smallest or max(int(min(fleet.budgets())), self.cut.min_budget())
         self.cut = self.cut.with_smallest(state.r_min)
         self._check_modules(fleet)
         if not state.stage_rounds:
-            state.stage_rounds = settings.fedprophet.stage_rounds or max(1, settings.num_rounds // len(self.cut.stages))
-        self._check_warmup(state.stage_rounds)
+            state.stage_rounds = self.own.stage_rounds or max(1, settings.num_rounds // len(self.cut.stages))
+        self.cut.require_adversarial_rounds(state.stage_rounds)
 
     def _check_modules(self, fleet: ClientResources) -> None:
         if self.cut.swaps:
@@ -132,32 +116,10 @@ class FedProphet(QueryingMethod):
         richest = fleet.richest
         if largest > richest.allowed_bytes:
             raise ValueError(
-                f"R_min of {self.state.r_min:,} bytes (fedprophet.r-min = {self.settings.fedprophet.r_min!r}) makes a "
+                f"R_min of {self.state.r_min:,} bytes (fedprophet.r-min = {self.own.r_min!r}) makes a "
                 f"module of {largest:,} bytes, and the richest client has {richest.budget_bytes:,}: no client could train "
                 "it; lower fedprophet.r-min"
             )
-
-    def _check_warmup(self, stage_rounds: int) -> None:
-        if self.settings.attack.warmup >= stage_rounds:
-            raise ValueError(
-                f"attack.warmup = {self.settings.attack.warmup} leaves no adversarial round in stages of {stage_rounds} "
-                "(fedprophet.stage-rounds): lower it, or raise fedprophet.stage-rounds"
-            )
-
-    def _cut(self, r_min: str) -> None:
-        """Cut the model for the setting `fedprophet.r-min`. Raises ValueError if it is malformed or too small for an atom."""
-        try:
-            smallest = fraction_or_bytes(r_min, self.cut.cost_model.bytes(whole_model(self.cut.model)))
-            self.cut = self.cut.with_smallest(smallest)
-            _ = self.cut.stages
-        except AtomTooLargeError as error:
-            raise ValueError(
-                f"setting fedprophet.r-min = {r_min!r} is {self.cut.smallest:,} bytes, and atom {error.name!r} alone needs "
-                f"{error.needed:,}: set at least {self.cut.min_budget():,} bytes, for the largest atom, or lower "
-                "training.batch-size"
-            ) from None
-        except ValueError as error:
-            raise ValueError(f"setting fedprophet.r-min = {r_min!r}: {error}") from None
 
     @property
     def modules(self) -> list[Piece]:
@@ -207,7 +169,7 @@ class FedProphet(QueryingMethod):
 
     def rate(self, server_round: int) -> float:
         """Return the learning rate of a round; with `fedprophet.lr-restart` the schedule restarts in each stage."""
-        place = self.state.stage_round + 1 if self.settings.restarts_rates else server_round
+        place = self.state.stage_round + 1 if self.own.lr_restart else server_round
         return learning_rate(self.settings, place)
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
@@ -219,7 +181,7 @@ class FedProphet(QueryingMethod):
         left = (len(self.modules) - state.stage) * maximum - state.stage_round
         for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
             restarted = (state.stage_round + n) % maximum + 1
-            yield server_round, restarted if self.settings.restarts_rates else server_round
+            yield server_round, restarted if self.own.lr_restart else server_round
 
     @property
     def queries(self) -> bool:
@@ -267,7 +229,7 @@ class FedProphet(QueryingMethod):
 
     def conclude(self, current: Round, arrays: ArrayRecord) -> ArrayRecord:
         """Score the round, adjust alpha, and end the stage if it is due. Returns the model for the next round."""
-        state, settings, metrics, server_round = self.state, self.settings, current.evaluation, current.number
+        state, metrics, server_round = self.state, current.evaluation, current.number
         state.stage_round += 1
         if metrics is None:
             LOG.warning(
@@ -276,15 +238,15 @@ class FedProphet(QueryingMethod):
         else:
             clean, adversarial = (float(metrics[key]) for key in self.evaluation_keys[1:])  # type: ignore[arg-type]
             self._score(server_round, arrays, clean, adversarial)
-        stale = settings.fedprophet.stage_patience and state.since_best >= settings.fedprophet.stage_patience
+        stale = self.own.stage_patience and state.since_best >= self.own.stage_patience
         return self._next_stage(server_round, arrays) if stale or state.stage_round >= state.stage_rounds else arrays
 
     def _score(self, server_round: int, arrays: ArrayRecord, clean: float, adversarial: float) -> None:
         state, settings = self.state, self.settings
         # alpha has no effect in clean rounds
         kept = state.recent if state.stage_round > settings.attack.warmup + 1 else []
-        state.recent = [*kept, [clean, adversarial]][-settings.fedprophet.apa_window :]
-        if state.stage_round <= settings.attack.warmup + settings.fedprophet.apa_after:
+        state.recent = [*kept, [clean, adversarial]][-self.own.apa_window :]
+        if state.stage_round <= settings.attack.warmup + self.own.apa_after:
             return
         fixed = state.fixed
         rho = fixed.clean / fixed.adversarial if fixed and fixed.adversarial else self.first_rho
@@ -294,7 +256,7 @@ class FedProphet(QueryingMethod):
             state.best = BestRound(score, clean, adversarial, state.alpha, server_round)
             state.since_best = 0
             self.kept = self._in_training(arrays)
-        if state.stage and fixed and settings.fedprophet.apa and state.stage_round % settings.fedprophet.apa_every == 0:
+        if state.stage and fixed and self.own.apa and state.stage_round % self.own.apa_every == 0:
             before, state.alpha = state.alpha, adjusted_alpha(state.alpha, state.recent, fixed, settings)
             if before and not state.alpha:
                 LOG.warning("alpha is 0 after round %s: %s trains on clean features", server_round, self.stage)
@@ -316,7 +278,7 @@ class FedProphet(QueryingMethod):
             state,
             stage=state.stage + 1,
             stage_round=0,
-            alpha=self.settings.fedprophet.apa_start,
+            alpha=self.own.apa_start,
             distance=None,
             recent=[],
             fixed=FixedModule(

@@ -31,6 +31,7 @@ from piecework.models.basic_layers import cascade_at, step_atoms, student_atoms
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, runs
 from piecework.models.work_item import WorkItem
+from piecework.strategies.cascade.profl.settings import ProFLSettings
 from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
@@ -72,7 +73,7 @@ def train(task: Task, client: Client) -> Update:
     elif not whole:
         require(task, client, item_of(task, OUTPUT_LAYER), "training the output layer")
     frozen = [(atom,) for atom in frozen_atoms(task)]
-    training = client.settings.profl.frozen_mode == "training"
+    training = client.settings.of(ProFLSettings).frozen_mode == "training"
     # images are augmented again in every round, but stored features are not
     z = prefix_features(client, frozen, training=training) if frozen else client.local_data(0)
     if task_config.doing == "map":

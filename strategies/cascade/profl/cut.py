@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from piecework.device_profiles.profile import allowance
 from piecework.models.basic_layers import (
@@ -20,13 +20,17 @@ from piecework.models.basic_layers import (
     student_atoms,
     without_bare_blocks,
 )
+from piecework.models.cascade import Blueprint
 from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
+from piecework.planning.costs import CostModel
 from piecework.planning.cut import Cut, Stage, label
 from piecework.planning.part import OUTPUT_LAYER_NAME, Part
 from piecework.strategies.cascade.profl.client import OUTPUT_LAYER, distillation, learners
 from piecework.strategies.cascade.profl.phases import Phase
+from piecework.strategies.cascade.profl.settings import ProFLSettings
+from piecework.training.settings import Settings
 
 LOG = logging.getLogger("piecework")
 
@@ -35,6 +39,11 @@ class ProFLCut(Cut):
     """One stage per step of growing, T in total; shrinking runs through the same steps in reverse order."""
 
     cut_blocks: tuple[Piece, ...] = ()
+
+    def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, *rest: Any, **own: Any) -> None:
+        self.own = settings.of(ProFLSettings)
+        costs = cost_model.having(frozen_training=self.own.frozen_mode == "training")
+        super().__init__(blueprint, costs, settings, *rest, **own)
 
     @cached_property
     def blocks(self) -> list[Piece]:
@@ -48,7 +57,7 @@ class ProFLCut(Cut):
         AtomTooLargeError (by budget) or ValueError (by architecture) if even a single atom does not fit.
         """
         cut = self.with_smallest(minimum)
-        if self.settings.profl.blocks == "budget":
+        if self.own.blocks == "budget":
             return cut.divided(self.by_budget(minimum))
         allowed = allowance(maximum, self.settings.memory.excess)
         step, needed = self.largest()
@@ -73,7 +82,7 @@ class ProFLCut(Cut):
     @property
     def variant(self) -> Variant:
         """The run's model with basic layers in addition to its blocks."""
-        return Variant(basic_layers=tuple(self.blocks), basic_norm=self.settings.profl.output_norm)
+        return Variant(basic_layers=tuple(self.blocks), basic_norm=self.own.output_norm)
 
     def by_budget(self, budget: int) -> list[Piece]:
         """Return the largest blocks that can be trained with their output modules within a budget (bytes).
@@ -127,7 +136,7 @@ class ProFLCut(Cut):
 
         With `profl.cohort` = all there are none.
         """
-        return range(self.cheapest, self.needed_for_step(t)) if self.settings.profl.cohort == "eligible" else range(0)
+        return range(self.cheapest, self.needed_for_step(t)) if self.own.cohort == "eligible" else range(0)
 
     def largest(self) -> tuple[int, int]:
         """Return the step with the largest memory cost, and its bytes."""
@@ -181,9 +190,9 @@ class ProFLCut(Cut):
     def stages(self) -> list[Stage]:
         """The steps 1 .. T of growing."""
         settings, count, found = self.settings, len(self.blocks), []
-        before = count - 1 if settings.profl.shrinking else 0  # steps of shrinking, as long as those of growing
-        maps = settings.profl.distil_rounds * before
-        rounds = settings.profl.stage_rounds or (settings.num_rounds - maps) // (before + count)
+        before = count - 1 if self.own.shrinking else 0  # steps of shrinking, as long as those of growing
+        maps = self.own.distil_rounds * before
+        rounds = self.own.stage_rounds or (settings.num_rounds - maps) // (before + count)
         for t in range(1, count + 1):
             part = self._fitted_part(self.item(self.step(t)), self.allowed)
             place = 1 + maps + (before + t - 1) * rounds

@@ -55,7 +55,6 @@ from piecework.models.init_weights import pretrained
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context, OfUnits
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.cut import label
 from piecework.strategies.cascade.profl.client import OUTPUT_LAYER, ProFLTaskConfig
 from piecework.strategies.cascade.profl.cut import ProFLCut
@@ -69,9 +68,12 @@ from piecework.strategies.cascade.profl.freezing import (
     times_below,
 )
 from piecework.strategies.cascade.profl.phases import Phase, phases_of
+from piecework.strategies.cascade.profl.settings import ProFLSettings
 from piecework.strategies.method import Round, StagedMethod, streamed_evaluation
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.state import Progress, StrategyState
+from piecework.training.capabilities import Refusal
+from piecework.training.methods import METHODS
 
 BEFORE = "before/"  # prefix in `kept` of the output module as the last phase left it, until the next phase begins
 MEASURED = ("running_mean", "running_var", "num_batches_tracked")
@@ -95,11 +97,23 @@ class ProFLState(StrategyState):
     frozen: list[dict[str, Any]] = field(default_factory=list)
 
 
+OTHER_STEPS = "it compares the models of different steps: use profl.stage-rounds and profl.movement-times"
+
+
 class ProFL(StagedMethod):
     """Trains the model step by step, first shrinking and then growing."""
 
     name = "profl"
-    can = Capabilities(stages=True)
+    can = METHODS["profl"].can
+    refuses = (
+        Refusal(
+            "architecture.batch-norm",
+            "profl averages whole blocks; use measured, running or batch",
+            ("local",),
+        ),
+        Refusal("evaluation.patience", OTHER_STEPS),
+        Refusal("evaluation.target-accuracy", OTHER_STEPS),
+    )
     cut_class = ProFLCut
     cut: ProFLCut
     state_class = ProFLState
@@ -107,29 +121,11 @@ class ProFL(StagedMethod):
 
     def __init__(self, cut: ProFLCut) -> None:
         super().__init__(cut)
-        settings = self.settings
-        self.asks = "able" if settings.profl.cohort == "eligible" else "all"
-        self.freezing = Freezing(
-            settings.profl.movement_window, settings.profl.movement_fraction, settings.profl.movement_times
-        )
+        self.own = self.settings.of(ProFLSettings)
+        self.asks = "able" if self.own.cohort == "eligible" else "all"
+        self.freezing = Freezing(self.own.movement_window, self.own.movement_fraction, self.own.movement_times)
         self.phases: list[Phase] = []
         self._costs: dict[Phase, dict[WorkItem, int]] = {}  # for the present cut
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which the run could not work."""
-        settings = self.settings
-        if settings.norms == "local":
-            raise ValueError(
-                "architecture.batch-norm = 'local': profl averages whole blocks; use measured, running or batch"
-            )
-        for key, value in (
-            ("evaluation.patience", settings.evaluation.patience),
-            ("evaluation.target-accuracy", settings.evaluation.target_accuracy),
-        ):
-            if value:
-                raise ValueError(
-                    f"{key} = {value} compares the models of different steps: use profl.stage-rounds and profl.movement-times"
-                )
 
     def begin(self, fleet: ClientResources) -> None:
         """Cut the model and plan the phases, once per run. Raises ValueError if rounds are too few or no client can train."""
@@ -164,21 +160,21 @@ class ProFL(StagedMethod):
         settings, phases = self.settings, self.phases
         steps, maps = [phase for phase in phases if phase.is_step], sum(phase.kind == "map" for phase in phases)
         statistics = len(phases) - len(steps) - maps
-        left = settings.num_rounds - settings.profl.distil_rounds * maps - statistics
-        by_parameters = settings.profl.freezing == "parameters"
-        if settings.profl.stage_rounds and not by_parameters:
-            allotted = [settings.profl.stage_rounds] * len(steps)
+        left = settings.num_rounds - self.own.distil_rounds * maps - statistics
+        by_parameters = self.own.freezing == "parameters"
+        if self.own.stage_rounds and not by_parameters:
+            allotted = [self.own.stage_rounds] * len(steps)
         elif left < len(steps):
             raise ValueError(
                 f"num-rounds = {settings.num_rounds} is too few: {len(steps)} steps, and {maps} maps of profl.distil-rounds = "
-                f"{settings.profl.distil_rounds}, need {settings.num_rounds - left + len(steps)}"
+                f"{self.own.distil_rounds}, need {settings.num_rounds - left + len(steps)}"
                 + (", one of them for statistics" if statistics else "")
             )
         else:
             parameters = [self._parameters(phase.t) if by_parameters else 1 for phase in steps]
             allotted = rounds_by_parameters(parameters, left)
         rounds = iter(allotted)
-        fixed = {"map": settings.profl.distil_rounds, "statistics": 1}
+        fixed = {"map": self.own.distil_rounds, "statistics": 1}
         return [next(rounds) if phase.is_step else fixed[phase.kind] for phase in phases]
 
     def _parameters(self, t: int) -> int:
@@ -186,11 +182,11 @@ class ProFL(StagedMethod):
 
     def _phases(self) -> list[Phase]:
         settings = self.settings
-        maps = basic_atoms(self.cut.model) if settings.profl.distil_rounds else ()
+        maps = basic_atoms(self.cut.model) if self.own.distil_rounds else ()
         random = [f"atoms.{atom}" for block in self.cut.blocks[:-1] for atom in block]
         known = self._brought() if settings.training.init_weights else set()
         unknown = any(has_statistics(self.cut.model, unit) for unit in random if unit not in known)
-        return phases_of(len(self.cut.blocks), shrinking=settings.profl.shrinking, maps=maps, statistics=unknown)
+        return phases_of(len(self.cut.blocks), shrinking=self.own.shrinking, maps=maps, statistics=unknown)
 
     @property
     def phase(self) -> Phase:
@@ -222,7 +218,7 @@ class ProFL(StagedMethod):
             frozen=tuple(before) if phase.kind != "statistics" else (),  # they have no statistics before
             config=ProFLTaskConfig(phase.t, phase.kind),
             least=(lambda: needed[item]) if self.asks == "able" and phase.is_step and item.atoms else None,
-            lr=self.settings.profl.distil_lr if phase.kind == "map" else None,
+            lr=self.own.distil_lr if phase.kind == "map" else None,
             refusal=refusal,
         )
 
@@ -267,7 +263,7 @@ class ProFL(StagedMethod):
 
     @property
     def _converged(self) -> bool:
-        return self.settings.profl.freezing == "movement" and converged(self.state.movements, self.freezing)
+        return self.own.freezing == "movement" and converged(self.state.movements, self.freezing)
 
     def _rounds_done(self, current: Round) -> int:
         """Return the rounds of the phase with this one, which counts for statistics only if there is a new model."""
@@ -300,7 +296,7 @@ class ProFL(StagedMethod):
         block = [f"atoms.{atom}" for atom in self.cut.blocks[self.phase.t - 1]]
         names = [name for unit in block for name in parameter_names(self.cut.model, unit)]
         values = np.concatenate([arrays[name].numpy().reshape(-1) for name in names])
-        wanted = self.settings.profl.movement_scalars
+        wanted = self.own.movement_scalars
         if not wanted or wanted >= len(values):
             return values
         rng = np.random.default_rng([self.settings.seed, self.state.phase])
@@ -314,7 +310,7 @@ class ProFL(StagedMethod):
         """
         state, phase = self.state, self.phase
         self.kept.pop(SCALARS, None)
-        if phase.kind == "shrinking" and self.settings.profl.growing_start == "shrinking":
+        if phase.kind == "shrinking" and self.own.growing_start == "shrinking":
             for name, array in self._output_module(phase.t, arrays).items():
                 self.kept[f"step{phase.t}/{name}"] = array
         self.state = replace(state, phase=state.phase + 1, phase_round=0, movements=[], norms={})

@@ -42,7 +42,6 @@ from piecework.models.cascade import Blueprint, initial_state, num_logits
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
 from piecework.strategies.distillation.feddf.client import FedDFTaskConfig
@@ -54,11 +53,14 @@ from piecework.strategies.distillation.feddf.server_training import (
     likeness_loss,
     logits_of,
 )
+from piecework.strategies.distillation.feddf.settings import FedDFSettings
 from piecework.strategies.method import Method, Received, Round
 from piecework.strategies.resources import ClientResources
+from piecework.training.capabilities import Refusal
 from piecework.training.examples import Examples
 from piecework.training.loop import MakeLoss, PieceModel
 from piecework.training.memory_cap import MemoryCap
+from piecework.training.methods import METHODS
 from piecework.training.randomness import generator
 from piecework.training.sgd import TrainingConfig
 
@@ -72,7 +74,7 @@ class FamilyCut(Cut):
     @cached_property
     def names(self) -> list[str]:
         """The names of the family, the run's model first. Raises ValueError if the settings name no other."""
-        text = self.settings.feddf.family or FAMILIES.get(self.settings.model, "")
+        text = self.settings.of(FedDFSettings).family or FAMILIES.get(self.settings.model, "")
         names = [name.strip() for name in text.split(",") if name.strip()]
         if not names:
             raise ValueError(
@@ -152,24 +154,18 @@ class FedDF(Method):
     """
 
     name = "feddf"
-    can = Capabilities(
-        attack="optional",
-        adapts=True,
-        untrained="distilled",
-        caveat="small devices train other models; needs public data",
+    can = METHODS["feddf"].can
+    refuses = (
+        Refusal(
+            "architecture.batch-norm",
+            "clients of {name} can change their architecture; use measured, running or batch",
+            ("local",),
+        ),
     )
     cut_class = FamilyCut
     cut: FamilyCut
     public: Examples
     needs_public_data = True
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run could not work."""
-        if self.settings.norms == "local":
-            raise ValueError(
-                f"architecture.batch-norm = 'local': clients of {self.name} can change their architecture; use measured, "
-                f"running or batch"
-            )
 
     def begin(self, fleet: ClientResources) -> None:
         """Initialise the prototypes that are missing, which are all those of a new run."""
@@ -264,15 +260,15 @@ class FedDF(Method):
         """
         settings = self.settings
         training_config = TrainingConfig(
-            settings.feddf.server_lr,
+            settings.of(FedDFSettings).server_lr,
             0.9,
             0.0,
-            settings.feddf.server_batch_size,
+            settings.of(FedDFSettings).server_batch_size,
             1,
-            iterations=settings.feddf.server_iterations,
+            iterations=settings.of(FedDFSettings).server_iterations,
         )
         rng = generator(settings.seed, current.number, "distil", level)
-        piece_class = AdamPiece if settings.feddf.server_optimiser == "adam" else PieceModel
+        piece_class = AdamPiece if settings.of(FedDFSettings).server_optimiser == "adam" else PieceModel
         model, threads = self.cut.models[level], settings.training.torch_threads
         new, loss = distilled(
             model, arrays, self.public, targets, make_loss, training_config, rng, current.mean.cap, piece_class, threads
@@ -282,7 +278,7 @@ class FedDF(Method):
                 "distillation of %s in round %s diverged, so its result was discarded: lower feddf.server-lr = %s",
                 self.cut.names[level],
                 current.number,
-                settings.feddf.server_lr,
+                settings.of(FedDFSettings).server_lr,
             )
             return arrays
         if not level:

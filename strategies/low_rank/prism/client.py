@@ -16,6 +16,7 @@ from piecework.client_app.client import Client, Update
 from piecework.client_app.momentum import CarriedMomentum, averaged
 from piecework.client_app.whole import train_whole
 from piecework.models.low_rank import Pair
+from piecework.strategies.low_rank.prism.settings import PriSMSettings
 from piecework.training.attacks import Loss
 from piecework.training.loop import MakeLoss, PieceModel, classification_loss
 from piecework.training.messages import Task, TaskConfig
@@ -72,7 +73,11 @@ def low_rank_loss(decay: float) -> MakeLoss:
 
 def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError if it does not fit."""
-    carried = CarriedMomentum(client, averaged(client.blueprint)) if client.settings.prism.server_momentum else None
+    carried = (
+        CarriedMomentum(client, averaged(client.blueprint))
+        if client.settings.of(PriSMSettings).server_momentum
+        else None
+    )
     make_loss = low_rank_loss(client.training_config.weight_decay)
     update = train_whole(task, client, make_loss, LowRankModel, carried)
     return replace(update, units=[*update.units, *carried.units()]) if carried else update

@@ -66,10 +66,13 @@ from piecework.planning.assignment import Assignment, Context
 from piecework.planning.cut import Cut
 from piecework.planning.part import Part
 from piecework.strategies.low_rank.prism.client import LowRankModel, PriSMTaskConfig, low_rank_loss
+from piecework.strategies.low_rank.prism.settings import PriSMSettings
 from piecework.strategies.method import Reading, Round
 from piecework.strategies.serving import Serving
-from piecework.strategies.width.heterofl.server import HeteroFL, HeteroFLCut
+from piecework.strategies.width.heterofl.server import NO_NORMS_OF_THEIR_OWN, HeteroFL, HeteroFLCut
+from piecework.training.capabilities import Refusal
 from piecework.training.messages import TaskConfig
+from piecework.training.methods import METHODS
 from piecework.training.randomness import generator
 
 SPECTRA = -1  # in the memo of a round: sigma of the model that it trains, by weight
@@ -83,7 +86,7 @@ class PriSMCut(HeteroFLCut):
     @cached_property
     def ratios(self) -> list[float]:
         """The keep ratios of the run, largest first."""
-        return self.settings.prism.ratios()
+        return self.settings.of(PriSMSettings).ratios()
 
     def require_model(self) -> None:
         """Raise ValueError for a model without a layer that can be factorised, or with a chain that cannot be."""
@@ -100,7 +103,9 @@ class PriSMCut(HeteroFLCut):
     @property
     def channels_computed(self) -> Literal["first", "random", "all"]:
         """The output channels that a sub-model computes."""
-        found: Literal["first", "random", "all"] = self.method.computes or self.settings.prism.output_channels
+        found: Literal["first", "random", "all"] = (
+            self.method.computes or self.settings.of(PriSMSettings).output_channels
+        )
         return found
 
     def values(self, parts: list[Part]) -> tuple[float, float]:
@@ -160,32 +165,25 @@ class PriSM(HeteroFL):
     """
 
     name = "prism"
-    can = replace(
-        HeteroFL.can,
-        rotates=True,
-        zeroed=True,
-        evaluates="whole",
-        caveat="with prism.output-channels = first, the served network is as narrow as the largest sub-model",
+    can = METHODS["prism"].can
+    refuses = (
+        NO_NORMS_OF_THEIR_OWN,
+        Refusal(
+            "prism.server-momentum",
+            "it averages momentum, but training.momentum is 0: set it, or leave this off",
+            when={"training.momentum": (0.0,)},
+        ),
     )
     cut_class = PriSMCut
     cut: PriSMCut
     serving_class = ComposedServing
     masks = False
-    keeps_norms = False
     sampling: ClassVar[Sampling | None] = None
     computes: ClassVar[Literal["first", "random", "all"] | None] = None
 
     def __init__(self, cut: PriSMCut) -> None:
         super().__init__(cut)
         self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # by weight name: weight, sigma, v', u'
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run could not work."""
-        super().require_settings()
-        if self.settings.prism.server_momentum and not self.settings.training.momentum:
-            raise ValueError(
-                "prism.server-momentum = true averages momentum, but training.momentum is 0.0: set it, or leave this off"
-            )
 
     @cached_property
     def whole(self) -> Blueprint:
@@ -200,7 +198,7 @@ class PriSM(HeteroFL):
     @cached_property
     def carried(self) -> list[str]:
         """The names of the arrays whose momentum is averaged."""
-        return averaged(self.whole) if self.settings.prism.server_momentum else []
+        return averaged(self.whole) if self.settings.of(PriSMSettings).server_momentum else []
 
     @cached_property
     def full(self) -> dict[str, Shape]:
@@ -281,8 +279,8 @@ class PriSM(HeteroFL):
         for layer in self.factors:
             rng = generator(settings.seed, ctx.round, ctx.client, "kernels", layer.weight)
             sigma, kept = self.kernels(layer, arrays)[0], small[layer.v][0]
-            sampling = self.sampling or settings.prism.kernel_sampling
-            kernels[layer.weight] = sample(sigma, kept, settings.prism.kappa, rng, sampling)
+            sampling = self.sampling or settings.of(PriSMSettings).kernel_sampling
+            kernels[layer.weight] = sample(sigma, kept, settings.of(PriSMSettings).kappa, rng, sampling)
             if self.scattered:
                 channels, kept = self.full[layer.u][0], small[layer.u][0]
                 rows[layer.weight] = np.sort(rng.choice(channels, kept, replace=False))
@@ -360,7 +358,7 @@ class PriSM(HeteroFL):
         """Return the factor of each kernel of a layer, the probability that a client has it; None = 1 before a norm."""
         if layer.weight in self.norms and self.settings.norms != "running":
             return None
-        sigma, settings = self.kernels(layer, arrays)[0], self.settings.prism
+        sigma, settings = self.kernels(layer, arrays)[0], self.settings.of(PriSMSettings)
         found = [
             count * inclusion(sigma, self.cut.shapes[n][layer.v][0], settings.kappa, settings.kernel_sampling)
             for n, count in counts.items()

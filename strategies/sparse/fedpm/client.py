@@ -13,6 +13,7 @@ import numpy as np
 from piecework.client_app.client import Client, Update
 from piecework.client_app.momentum import CarriedMomentum
 from piecework.client_app.whole import train_whole
+from piecework.strategies.sparse.fedpm.settings import FedPMSettings
 from piecework.training.adam import Adam
 from piecework.training.loop import PieceModel
 from piecework.training.messages import Task
@@ -29,7 +30,7 @@ class ScoredModel(PieceModel):
 
 def train(task: Task, client: Client) -> Update:
     """Train the scores and draw the mask to upload. Raises MemoryBudgetExceededError if the model does not fit."""
-    carried = CarriedMomentum(client) if client.settings.fedpm.keep_adam else None
+    carried = CarriedMomentum(client) if client.settings.of(FedPMSettings).keep_adam else None
     update = train_whole(task, client, piece_class=ScoredModel, carried=carried)
     rng, drawn = client.rng("mask"), dict[str, np.ndarray]()
     for name, scores in client.store.read(sorted(update.units)):

@@ -23,13 +23,15 @@ from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.counts import bits
 from piecework.planning.cut import Cut, require_no_statistics
 from piecework.planning.part import Part
 from piecework.strategies.method import Received, Round
 from piecework.strategies.sparse.fedpm.client import MASK, ScoredModel
+from piecework.strategies.sparse.fedpm.settings import FedPMSettings
 from piecework.strategies.whole.fedavg import FedAvg
+from piecework.training.capabilities import Refusal
+from piecework.training.methods import METHODS
 
 MIN_THETA = 0.01  # the smallest probability, for which a 0 in a mask counts
 
@@ -45,7 +47,7 @@ class FedPMCut(Cut):
     @property
     def variant(self) -> Variant:
         """The run's model with a score for each weight."""
-        return Variant(scores=self.settings.fedpm.straight_through, seed=self.settings.seed)
+        return Variant(scores=self.settings.of(FedPMSettings).straight_through, seed=self.settings.seed)
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the part that trains all scores of the model."""
@@ -69,16 +71,10 @@ class FedPM(FedAvg):
     """Averages the clients' masks of a frozen random network."""
 
     name = "fedpm"
-    can = Capabilities(attack="optional", caveat="a mask of random weights, not the model")
+    can = METHODS["fedpm"].can
+    refuses = (Refusal("training.init-weights", "fedpm never trains its random weights"),)
     cut_class = FedPMCut
     cut: FedPMCut
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run could not work."""
-        if self.settings.training.init_weights:
-            raise ValueError(
-                f"training.init-weights = {self.settings.training.init_weights!r}: fedpm never trains its random weights"
-            )
 
     def assign(self, ctx: Context) -> Assignment:
         """Return the scores of the whole model. What comes back is a mask."""

@@ -28,6 +28,7 @@ from piecework.models.compact import Layout, layout
 from piecework.models.masked import update_from_importance
 from piecework.models.variant import Variant, vary
 from piecework.strategies.sparse.spafl.forms import SparseModel, SparseTrainer, sparse_loss
+from piecework.strategies.sparse.spafl.settings import SpaFLSettings
 from piecework.training.answers import Metrics
 from piecework.training.loop import PieceModel, load_for_device
 from piecework.training.messages import Task, TaskConfig
@@ -69,7 +70,7 @@ def train(task: Task, client: Client) -> Update:
     task_config, settings = SpaFLTaskConfig.of(task), client.settings
     layout, item = own_layout(client, task.variant), whole_network(task, client, "training the whole model")
     source = own_model(client, task_config)
-    carried = CarriedMomentum(client) if settings.spafl.client_momentum else None
+    carried = CarriedMomentum(client) if settings.of(SpaFLSettings).client_momentum else None
     folder = client.new_state(empty=True)
 
     def begin() -> list[PieceModel]:
@@ -124,7 +125,11 @@ def evaluate(task: Task, client: Client) -> Metrics:
 def own_layout(client: Client, variant: Variant) -> Layout | None:
     """Return the layout of the compact form of a client's masked model, or None if `spafl.masked-every` is 1."""
     settings, data = client.settings, client.data
-    return _layout(settings, data.input_shape, data.num_classes, variant) if settings.spafl.masked_every != 1 else None
+    return (
+        _layout(settings, data.input_shape, data.num_classes, variant)
+        if settings.of(SpaFLSettings).masked_every != 1
+        else None
+    )
 
 
 @lru_cache(maxsize=4)
@@ -161,7 +166,7 @@ def take_over(model: SparseModel, client: Client) -> None:
     sent = dict(client.store.read([THRESHOLDS]))
     if (client.store.model / f"{CHANGE}.safetensors").is_file():
         sent |= dict(client.store.read([CHANGE]))
-    place, how = 0, client.settings.spafl.importance_update
+    place, how = 0, client.settings.of(SpaFLSettings).importance_update
     for layer in model.layers():
         part = slice(place, place := place + len(layer.tau))
         if how != "off" and CHANGE in sent:

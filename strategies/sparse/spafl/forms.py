@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from piecework.client_app.client import Client
 from piecework.models.compact import Compact, Layout, Places, compacted, kept_fraction, kept_parts, put, take_into
 from piecework.models.masked import Masked, masked_layers
+from piecework.strategies.sparse.spafl.settings import SpaFLSettings
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
 from piecework.training.loop import Carried, LocalTrainer, MakeLoss, PieceModel, classification_loss, start
@@ -123,7 +124,7 @@ class SparseTrainer(LocalTrainer):
         return (0,) if self._stays or self._is_masked() else (1, int(self._compact is None))
 
     def _is_masked(self) -> bool:
-        every = self.client.settings.spafl.masked_every
+        every = self.client.settings.of(SpaFLSettings).masked_every
         return self.layout is None or (every > 0 and self.batches % every == 0)
 
     def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:

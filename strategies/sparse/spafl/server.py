@@ -36,14 +36,16 @@ from piecework.models.masked import thresholds
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context, everything, nothing
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.counts import sparse_flops
 from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
 from piecework.strategies.method import Method, Reading, Received, Round
 from piecework.strategies.sparse.spafl.client import CHANGE, THRESHOLDS, SpaFLTaskConfig, from_words, initial_model
 from piecework.strategies.sparse.spafl.forms import SparseModel, sparse_loss
+from piecework.strategies.sparse.spafl.settings import SpaFLSettings
 from piecework.strategies.state import StrategyState
+from piecework.training.capabilities import Refusal
+from piecework.training.methods import METHODS
 
 BAND = 0.1  # width of the range of densities above `spafl.target-density` in which alpha falls to 0
 
@@ -51,10 +53,15 @@ BAND = 0.1  # width of the range of densities above `spafl.target-density` in wh
 class SpaFLCut(Cut):
     """One stage: each device trains the whole model with thresholds."""
 
+    def require_model(self) -> None:
+        """Raise ValueError for a model of which pruned filters cannot be removed, if they are to be (`spafl.masked-every`)."""
+        if self.settings.of(SpaFLSettings).masked_every != 1:
+            layout(self.blueprint, self.model)
+
     @property
     def variant(self) -> Variant:
         """The run's model with thresholds."""
-        own = self.settings.spafl
+        own = self.settings.of(SpaFLSettings)
         return Variant(thresholds=own.straight_through, silent=own.silent_norms, clamped=own.clamp_thresholds)
 
     def plain_part(self, item: WorkItem) -> Part:
@@ -104,11 +111,36 @@ class Reported:
     restarted: list[int] = field(default_factory=list)
 
 
+ONLY_PERSONAL = "{name} has only the personal models of the clients, which evaluate by evaluation.every; set it to 0"
+
+
 class SpaFL(Method):
     """Clients train personal sparse models, and the server averages their thresholds."""
 
     name = "spafl"
-    can = Capabilities(measures=False, evaluates="as trained", caveat="every client has its own model")
+    can = METHODS["spafl"].can
+    refuses = (
+        Refusal("evaluation.mode", "{name} has only the clients' personal models; set it to personal", ("central",)),
+        Refusal("evaluation.on-clients-every", ONLY_PERSONAL),
+        Refusal("evaluation.autoattack-examples", ONLY_PERSONAL),
+        Refusal("training.init-weights", "{name}'s clients build their models from the seed"),
+        Refusal(
+            "architecture.batch-norm",
+            "{name} always keeps batch norms on the clients; set it to running",
+            ("local",),
+        ),
+        Refusal(
+            "spafl.client-momentum",
+            "it keeps the clients' momentum, but training.momentum is 0: set it, or leave this off",
+            when={"training.momentum": (0.0,)},
+        ),
+        Refusal(
+            "spafl.masked-every",
+            "with spafl.silent-norms = false pruned filters change the features after their norms, so they cannot be removed; "
+            "set it to 1",
+            when={"spafl.silent-norms": (False,)},
+        ),
+    )
     cut_class = SpaFLCut
     cut: SpaFLCut
     state_class = SpaFLState
@@ -118,48 +150,13 @@ class SpaFL(Method):
 
     def __init__(self, cut: SpaFLCut) -> None:
         super().__init__(cut)
-        self.personal = True
+        self.own = self.settings.of(SpaFLSettings)
         self.model_details = {"personal": True}  # the file has no global model, only thresholds
         self.layers = thresholds(cut.model)
         self.tau = self.initial()[THRESHOLDS]
         self._before: Array | None = (
             None  # the thresholds of the last round, in whose stead `kept` has those of this one
         )
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run could not work."""
-        settings = self.settings
-        if settings.evaluation.mode == "central":
-            raise ValueError(
-                f"evaluation.mode = 'central': {self.name} has only the clients' personal models; set it to personal"
-            )
-        if settings.evaluation.on_clients_every or settings.evaluation.autoattack_examples:
-            raise ValueError(
-                f"evaluation.on-clients-every = {settings.evaluation.on_clients_every}, evaluation.autoattack-examples = "
-                f"{settings.evaluation.autoattack_examples}: {self.name} has only the personal models of the "
-                "clients, which evaluate by evaluation.every; set both to 0"
-            )
-        if settings.training.init_weights:
-            raise ValueError(
-                f"training.init-weights = {settings.training.init_weights!r}: {self.name}'s clients build their models from "
-                f"the seed"
-            )
-        if settings.norms == "local":
-            raise ValueError(
-                f"architecture.batch-norm = 'local': {self.name} always keeps batch norms on the clients; set it to running"
-            )
-        if settings.spafl.client_momentum and not settings.training.momentum:
-            raise ValueError(
-                "spafl.client-momentum = true keeps the clients' momentum, but training.momentum is 0.0: set it, or leave this "
-                "off"
-            )
-        if settings.spafl.masked_every != 1 and not settings.spafl.silent_norms:
-            raise ValueError(
-                f"spafl.masked-every = {settings.spafl.masked_every}: with spafl.silent-norms = false pruned filters change "
-                "the features after their norms, so they cannot be removed; set it to 1"
-            )
-        if settings.spafl.masked_every != 1:
-            layout(self.cut.blueprint, self.cut.model)  # raises for a model whose channels cannot be followed
 
     @cached_property
     def digest(self) -> str:
@@ -189,11 +186,11 @@ class SpaFL(Method):
 
     def alpha(self, server_round: int) -> float:
         """Return the weight of the sparsity regulariser in a round."""
-        settings, alpha = self.settings, self.settings.spafl.sparsity
-        if settings.spafl.sparsity_ramp:
+        alpha = self.own.sparsity
+        if self.own.sparsity_ramp:
             alpha /= 1 + math.exp(min(700, 5 - 10 * (server_round - 1)))
-        if settings.spafl.target_density:
-            alpha *= min(1.0, max(0.0, (self.state.density - settings.spafl.target_density) / BAND))
+        if self.own.target_density:
+            alpha *= min(1.0, max(0.0, (self.state.density - self.own.target_density) / BAND))
         return alpha
 
     def assign(self, ctx: Context) -> Assignment:
@@ -232,7 +229,7 @@ class SpaFL(Method):
         """
         self.mask(received.metrics)
         received = replace(received, maximum=lambda: math.inf)
-        if not self.settings.spafl.clamp_thresholds:
+        if not self.own.clamp_thresholds:
             return super().check(received)
         update = super().check(replace(received, limits={}))
         found = update.arrays[THRESHOLDS]
@@ -322,6 +319,7 @@ class Local(SpaFL):
     """SpaFL without communication: every client trains its weights and thresholds alone."""
 
     name = "local"
+    can = METHODS["local"].can
     shared = False
 
     def check(self, received: Received) -> CheckedUpdate:

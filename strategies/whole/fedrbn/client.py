@@ -23,6 +23,7 @@ from piecework.client_app.client import Client, Update
 from piecework.client_app.validation import cascade_of, validate
 from piecework.client_app.whole import train_whole
 from piecework.models.dual_norm import begin_adversarial, use
+from piecework.strategies.whole.fedrbn.settings import FedRBNSettings
 from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
 from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, single_loss
@@ -129,7 +130,7 @@ def train(task: Task, client: Client) -> Update:
     """Train the whole model, adversarially if the task says so. A model that does not fit swaps."""
     if not task.adversarial:
         return train_whole(task, client, piece_class=DualPiece, clean=True, swaps=True)
-    weight = client.settings.fedrbn.clean_weight
+    weight = client.settings.of(FedRBNSettings).clean_weight
     return train_whole(
         task,
         client,
@@ -144,5 +145,5 @@ def evaluate(task: Task, client: Client) -> Metrics:
     """Return loss and accuracy on the validation data, clean and under attack, with the set of `fedrbn.evaluation-branch`."""
     whole = tuple(range(len(client.blueprint.atoms)))
     attack = image_attack(client.settings, client.data, client.settings.evaluation.attack_steps)
-    branch = BRANCHES[client.settings.fedrbn.evaluation_branch]
+    branch = BRANCHES[client.settings.of(FedRBNSettings).evaluation_branch]
     return validate(client, cascade_of(client, [whole], "head", held=True, piece_class=branch), attack)

@@ -35,14 +35,16 @@ from piecework.models.dual_norm import COUNT, PREFIX, STATISTICS, begin_adversar
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.cut import Cut
 from piecework.planning.part import Part
 from piecework.strategies.method import Method, Round
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.whole.fedrbn.client import DualPiece, FedRBNTaskConfig, adversarial_loss, learner
 from piecework.strategies.whole.fedrbn.detector import branch_of, fit_detector
+from piecework.strategies.whole.fedrbn.settings import FedRBNSettings
+from piecework.training.capabilities import Refusal
 from piecework.training.loop import PieceModel
+from piecework.training.methods import METHODS
 
 Statistics = Mapping[str, np.ndarray]  # by array name
 TEMPERATURE = 0.01
@@ -53,7 +55,7 @@ class FedRBNCut(Cut):
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the whole model, which a `clean` item trains on clean examples and others on adversarial ones."""
-        weight = self.settings.fedrbn.clean_weight
+        weight = self.settings.of(FedRBNSettings).clean_weight
         if item.clean:
             return Part(self.model, item.atoms, name="the whole model, clean", piece_class=DualPiece, clean=True)
         loss, name = adversarial_loss(weight), "the whole model, adversarially"
@@ -65,7 +67,7 @@ class FedRBNCut(Cut):
         return Variant(dual_norms=True)
 
     def require_model(self) -> None:
-        """Raise ValueError if the model has no batch norms, or if they keep no running statistics."""
+        """Raise ValueError if the model has no batch norms with running statistics, or no round is adversarial."""
         if self.settings.batch_statistics:
             raise ValueError(
                 f"architecture.batch-norm = {self.settings.architecture.batch_norm!r}: fedrbn needs running statistics to "
@@ -74,6 +76,11 @@ class FedRBNCut(Cut):
         if not any(has_statistics(self.blueprint, unit) for unit in self.blueprint.units()):
             raise ValueError(
                 f"model {self.settings.model!r} has no batch norms, but fedrbn propagates their statistics"
+            )
+        if self.settings.attack.warmup >= self.settings.num_rounds:
+            raise ValueError(
+                f"attack.warmup = {self.settings.attack.warmup} leaves no adversarial round in num-rounds = "
+                f"{self.settings.num_rounds}"
             )
 
     def robust(self, state: DeviceState) -> bool:
@@ -91,6 +98,12 @@ class Propagated:
         self.mean, self.found = WeightedMean(), dict[int, tuple[Statistics, int]]()
 
 
+DETECTOR = {"fedrbn.evaluation-branch": ("detector",)}
+NO_DETECTOR = (
+    "the detector of fedrbn.evaluation-branch needs the server's public data, but here clients evaluate the model"
+)
+
+
 class FedRBN(Method):
     """Federated averaging that propagates adversarial batch-norm statistics.
 
@@ -98,8 +111,10 @@ class FedRBN(Method):
     """
 
     name = "fedrbn"
-    can = Capabilities(
-        attack="always", swaps=True, measures=False, evaluates="as trained", caveat="swapping is only simulated"
+    can = METHODS["fedrbn"].can
+    refuses = (
+        Refusal("evaluation.mode", NO_DETECTOR, ("personal",), DETECTOR),
+        Refusal("evaluation.on-clients-every", NO_DETECTOR, when=DETECTOR),
     )
     cut_class = FedRBNCut
     cut: FedRBNCut
@@ -107,24 +122,11 @@ class FedRBN(Method):
 
     def __init__(self, cut: FedRBNCut) -> None:
         super().__init__(cut)
-        branch = self.settings.fedrbn.evaluation_branch
+        branch = self.settings.of(FedRBNSettings).evaluation_branch
         self.needs_public_data = branch == "detector"  # on which the detector is fitted
         self.piece_class, self.prepare = branch_of(branch), self._prepare
         # the statistics that evaluation uses
         self.evaluation_details = self.model_details = {"evaluation_branch": branch}
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run could not work."""
-        settings = self.settings
-        if settings.attack.warmup >= settings.num_rounds:
-            raise ValueError(
-                f"attack.warmup = {settings.attack.warmup} leaves no adversarial round in num-rounds = {settings.num_rounds}"
-            )
-        branch = settings.fedrbn.evaluation_branch
-        if branch == "detector" and (self.personal or settings.evaluation.on_clients_every):
-            raise ValueError(
-                "fedrbn.evaluation-branch = 'detector' needs the server's public data, but here clients evaluate the model"
-            )
 
     def begin(self, fleet: ClientResources) -> None:
         """Raise ValueError if a client measures its own memory, so that swapping cannot be simulated."""

@@ -29,9 +29,11 @@ from piecework.planning.cut import require_no_statistics
 from piecework.planning.part import Part
 from piecework.strategies.method import Reading, Round
 from piecework.strategies.width.fjord.client import FjORDTaskConfig, nested_loss
-from piecework.strategies.width.heterofl.server import HeteroFL, HeteroFLCut
+from piecework.strategies.width.fjord.settings import FjORDSettings
+from piecework.strategies.width.heterofl.server import NO_NORMS_OF_THEIR_OWN, HeteroFL, HeteroFLCut
 from piecework.strategies.width.heterofl.serving import NestedServing
 from piecework.training.messages import TaskConfig
+from piecework.training.methods import METHODS
 from piecework.training.randomness import generator
 
 
@@ -54,7 +56,7 @@ class FjORDCut(HeteroFLCut):
     @cached_property
     def separate(self) -> bool:
         """Whether the nets have batch norms, with parameters of their own."""
-        return self.settings.fjord.norms == "separate" and has_batch_norms(self.blueprint)
+        return self.settings.of(FjORDSettings).norms == "separate" and has_batch_norms(self.blueprint)
 
     @property
     def variant(self) -> Variant:
@@ -70,11 +72,11 @@ class FjORDCut(HeteroFLCut):
     @property
     def distils(self) -> bool:
         """Whether a client's widest net teaches its narrower ones."""
-        return self.settings.fjord.distillation and self.settings.fjord.sampling == "batch"
+        return self.settings.of(FjORDSettings).distillation and self.settings.of(FjORDSettings).sampling == "batch"
 
     def nested(self, level: int) -> int:
         """Return how many narrower nets a client trains beside the net of ratio number `level`."""
-        return len(self.ratios) - level - 1 if self.settings.fjord.sampling == "batch" else 0
+        return len(self.ratios) - level - 1 if self.settings.of(FjORDSettings).sampling == "batch" else 0
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return a sub-model for a step that trains all of it."""
@@ -99,17 +101,18 @@ class FjORD(HeteroFL):
     """Ordered dropout: each client trains nested nets of several widths."""
 
     name = "fjord"
+    can = METHODS["fjord"].can
+    refuses = (NO_NORMS_OF_THEIR_OWN,)
     cut_class = FjORDCut
     cut: FjORDCut
     serving_class = NestedServing
     masks = False
     scales = False
-    keeps_norms = False
 
     def assign(self, ctx: Context) -> Assignment:
         """Return the client's sub-model. With `fjord.sampling = round`, a fitting ratio is drawn by (seed, round, client)."""
         widest = self.cut.level_of(ctx.device)
-        if self.settings.fjord.sampling == "batch" or ctx.arrays is None:
+        if self.settings.of(FjORDSettings).sampling == "batch" or ctx.arrays is None:
             return self.assign_level(ctx, widest)
         rng = generator(self.settings.seed, ctx.round, ctx.client, "width")
         return self.assign_level(ctx, int(rng.integers(widest, len(self.cut.ratios))))

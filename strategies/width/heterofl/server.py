@@ -49,7 +49,6 @@ from piecework.models.width import (
 )
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.counts import entries
 from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
@@ -64,7 +63,10 @@ from piecework.strategies.width.heterofl.client import (
     width_loss,
 )
 from piecework.strategies.width.heterofl.serving import WidestServing
+from piecework.strategies.width.heterofl.settings import HeteroFLSettings
+from piecework.training.capabilities import Refusal
 from piecework.training.messages import TaskConfig
+from piecework.training.methods import METHODS
 
 
 class HeteroFLCut(Cut):
@@ -78,7 +80,7 @@ class HeteroFLCut(Cut):
     @cached_property
     def ratios(self) -> list[float]:
         """The width ratios of the run, largest first."""
-        return self.settings.heterofl.ratios()
+        return self.settings.of(HeteroFLSettings).ratios()
 
     def variant_of(self, level: int) -> Variant:
         """Return the variant of ratio number `level`."""
@@ -120,12 +122,12 @@ class HeteroFLCut(Cut):
     @property
     def masked(self) -> bool:
         """Whether clients set the logits of classes without local examples to 0."""
-        return self.method.masks and self.settings.heterofl.masked_loss
+        return self.method.masks and self.settings.of(HeteroFLSettings).masked_loss
 
     @property
     def scaled(self) -> bool:
         """Whether sub-models divide the outputs of layers by their width (HeteroFL's Scaler)."""
-        return self.method.scales and self.settings.heterofl.scaler
+        return self.method.scales and self.settings.of(HeteroFLSettings).scaler
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return all of a sub-model, with the Scaler and the class mask in its loss."""
@@ -150,7 +152,7 @@ class HeteroFLCut(Cut):
     @property
     def by_fraction(self) -> bool:
         """Whether a width ratio is the budget's fraction of the full model's memory (`heterofl.width-rule = paper`)."""
-        return self.settings.heterofl.width_rule == "paper"
+        return self.settings.of(HeteroFLSettings).width_rule == "paper"
 
     def level_by_fraction(self, budget: int) -> int:
         """Return the number of the largest ratio up to R_k / R_max, or of the smallest if that is larger."""
@@ -207,16 +209,22 @@ class Kept:
         return ArrayRecord({name: Array(take(arrays[name].numpy(), where)) for name, where in indices})
 
 
+NO_NORMS_OF_THEIR_OWN = Refusal(
+    "architecture.batch-norm",
+    "clients of {name} have no norms of their own; use measured, running or batch",
+    ("local",),
+)
+
+
 class HeteroFL(Method):
     """Sub-models of the first channels of every layer, as many as a client's budget allows.
 
     `masks` and `scales` say whether a method can use the class mask and the Scaler; the settings can switch both off.
     `rounding` is how a width ratio rounds channels. `channels` names the choice of channels, which clients can repeat.
-    `keeps_norms`: clients can keep norms of their own.
     """
 
     name = "heterofl"
-    can = Capabilities(attack="optional", adapts=True, evaluates="as trained")
+    can = METHODS["heterofl"].can
     cut_class: ClassVar[type[Cut]] = HeteroFLCut
     cut: HeteroFLCut
     state_class = HeteroFLState
@@ -226,15 +234,6 @@ class HeteroFL(Method):
     scales: ClassVar[bool] = True
     rounding: ClassVar[Literal["down", "up"]] = "up"
     channels: ClassVar[Channels] = "first"
-    keeps_norms: ClassVar[bool] = True
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run could not work."""
-        if self.settings.norms == "local" and not self.keeps_norms:
-            raise ValueError(
-                f"architecture.batch-norm = 'local': clients of {self.name} have no norms of their own; use measured, "
-                "running or batch"
-            )
 
     @cached_property
     def axes(self) -> Mapping[str, Axes]:
@@ -323,7 +322,7 @@ class HeteroFL(Method):
 
     def weight(self, update: CheckedUpdate) -> int:
         """Return the weight of an update in the means of its entries."""
-        return update.examples if self.settings.heterofl.client_weights == "examples" else 1
+        return update.examples if self.settings.of(HeteroFLSettings).client_weights == "examples" else 1
 
     def details(self, current: Round) -> dict[str, Any]:
         """Return the width ratio of each client for the round record."""

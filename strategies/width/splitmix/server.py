@@ -27,12 +27,14 @@ from piecework.models.variant import Variant, vary
 from piecework.models.width import require_narrower
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
-from piecework.planning.capabilities import Capabilities
 from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
 from piecework.strategies.method import Method, Round
 from piecework.strategies.serving import DeviceModel, Serving
 from piecework.strategies.width.splitmix.client import mixed_loss
+from piecework.strategies.width.splitmix.settings import SplitMixSettings
+from piecework.training.capabilities import Refusal
+from piecework.training.methods import METHODS
 from piecework.training.randomness import generator
 
 
@@ -42,11 +44,11 @@ class SplitMixCut(Cut):
     @property
     def count(self) -> int:
         """The number of base nets."""
-        return max(1, round(1 / self.settings.splitmix.width_ratio))
+        return max(1, round(1 / self.settings.of(SplitMixSettings).width_ratio))
 
     def require_model(self) -> None:
         """Raise ValueError if base nets would be as wide as the full model."""
-        ratio = self.settings.splitmix.width_ratio
+        ratio = self.settings.of(SplitMixSettings).width_ratio
         require_narrower(self.blueprint, {ratio: vary(self.blueprint, Variant(width=ratio))})
 
     @property
@@ -56,7 +58,7 @@ class SplitMixCut(Cut):
 
     def variant_of(self, nets: Iterable[int]) -> Variant:
         """Return the variant of the base nets with these numbers."""
-        own = self.settings.splitmix
+        own = self.settings.of(SplitMixSettings)
         return Variant(width=own.width_ratio, nets=tuple(nets), scaler=own.scaler)
 
     @cached_property
@@ -82,7 +84,7 @@ class SplitMixCut(Cut):
         """Return how many base nets a device trains: as many as add up to its fleet's `keep`, else as many as fit."""
         if state.keep is None:
             return self.nets(state.allowed_bytes)
-        return min(self.count, max(1, round(state.keep / self.settings.splitmix.width_ratio)))
+        return min(self.count, max(1, round(state.keep / self.settings.of(SplitMixSettings).width_ratio)))
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of one base net."""
@@ -131,27 +133,21 @@ class OfNets:
         return of_nets(arrays, self.nets)
 
 
+OTHER_NETS = "it does not work with splitmix, whose clients train other nets in each round"
+
+
 class SplitMix(Method):
     """An ensemble of narrow nets; each client trains as many as fit its budget."""
 
     name = "splitmix"
-    can = Capabilities(
-        attack="optional", adapts=True, rotates=True, measures=False, caveat="an ensemble of narrow nets"
+    can = METHODS["splitmix"].can
+    refuses = (
+        Refusal("architecture.batch-norm", OTHER_NETS, ("local",)),
+        Refusal("training.init-weights", OTHER_NETS),
     )
     cut_class = SplitMixCut
     cut: SplitMixCut
     serving_class = SplitMixServing
-
-    def require_settings(self) -> None:
-        """Raise ValueError for settings with which a run could not work."""
-        for key, value, bad in (
-            ("architecture.batch-norm", self.settings.architecture.batch_norm, "local"),
-            ("training.init-weights", self.settings.training.init_weights, self.settings.training.init_weights or None),
-        ):
-            if value == bad:
-                raise ValueError(
-                    f"{key} = {value!r} does not work with splitmix, whose clients train other nets in each round"
-                )
 
     def assign(self, ctx: Context) -> Assignment:
         """Return the client's base nets of the round."""

@@ -475,13 +475,13 @@ def test_fedprophet_with_memory_for_everything_is_jfat(tmp_path: Path) -> None:
         ({"attack__warmup": 2}, r"attack.warmup = 2 leaves no adversarial round in stages of 2"),
         (
             {"evaluation.patience": 3},
-            r"patience = 3 compares the accuracies of different modules: use fedprophet.stage-patience",
+            r"patience = 3: it compares the accuracies of different modules: use fedprophet.stage-patience",
         ),
         (
             {"training__init_weights": "none.safetensors"},
             r"training.init-weights = none.safetensors: there is no such file",
         ),
-        ({"data__validation_fraction": 0.0}, r"data.validation-fraction is 0: fedprophet is steered"),
+        ({"data__validation_fraction": 0.0}, r"data.validation-fraction = 0.0: fedprophet is steered"),
         ({"attack__epsilon": 1.5}, r"setting attack.epsilon = 1.5: should be less than or equal to 1"),
         ({"attack__epsilon": 0.0}, r"setting attack.epsilon = 0.0: should be greater than 0"),
         ({"fedprophet__apa_margin": 1.0}, r"setting fedprophet.apa-margin = 1.0: should be less than 1"),

@@ -414,11 +414,11 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
         ),
         (
             {"evaluation.patience": 3},
-            "patience = 3 compares the models of different steps: use profl.stage-rounds and profl.movement-times",
+            "patience = 3: it compares the models of different steps: use profl.stage-rounds and profl.movement-times",
         ),
         (
             {"evaluation__target_accuracy": 0.9},
-            r"evaluation.target-accuracy = 0\.9 compares the models of different steps",
+            r"evaluation.target-accuracy = 0.9: it compares the models of different steps",
         ),
     ],
 )

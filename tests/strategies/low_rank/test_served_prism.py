@@ -17,6 +17,7 @@ from piecework.models.cascade import Blueprint, Cascade
 from piecework.models.kernels import compose, decompose, inclusion, sample
 from piecework.models.variant import vary
 from piecework.strategies.low_rank.prism.server import Drawn, PriSM, SubModel
+from piecework.strategies.low_rank.prism.settings import PriSMSettings
 
 FAST = {"training__local_iterations": 1, "evaluation__every": 0, "architecture__batch_norm": "batch"}
 EQUAL = TRIO | FAST | {"strategy": "prism", "prism__keep_ratios": "0.5", "fleet": "unlimited"}
@@ -122,7 +123,7 @@ def test_without_a_norm_a_kernel_counts_with_its_probability(tmp_path: Path, mon
         )
         rng, total, kept = np.random.default_rng(0), np.zeros(arrays[layer.weight].shape), strategy.cut.shapes[0]
         for _ in range(2000):
-            chosen = sample(sigma, kept[layer.v][0], strategy.settings.prism.kappa, rng)
+            chosen = sample(sigma, kept[layer.v][0], strategy.settings.of(PriSMSettings).kappa, rng)
             total += compose(v[chosen], u[:, chosen]) / 2000
         weight = served[layer.weight].numpy()
         assert np.abs(total - weight).max() < 0.03 * np.abs(weight).max()
@@ -152,7 +153,7 @@ def test_which_layers_are_scaled(
         weight = arrays[layer.weight].numpy()
         sigma, v, u = strategy.kernels(layer, arrays)
         kept = strategy.cut.shapes[0]
-        pi = inclusion(sigma, kept[layer.v][0], strategy.settings.prism.kappa)
+        pi = inclusion(sigma, kept[layer.v][0], strategy.settings.of(PriSMSettings).kappa)
         by_hand = compose(v.numpy() * pi.astype(np.float32).reshape(-1, *(1,) * (v.numpy().ndim - 1)), u.numpy())
         rows = len(weight) if layer.weight in strategy.norms else kept[layer.u][0]
         if np.allclose(served[layer.weight][:rows], by_hand[:rows], rtol=1e-4, atol=1e-6):
@@ -172,7 +173,7 @@ def test_gates_of_an_lstm_are_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyP
     served = numpy_of(strategy.served(arrays))
     for layer in strategy.factors:
         sigma, v, u = strategy.kernels(layer, arrays)
-        pi = inclusion(sigma, strategy.cut.shapes[0][layer.v][0], strategy.settings.prism.kappa)
+        pi = inclusion(sigma, strategy.cut.shapes[0][layer.v][0], strategy.settings.of(PriSMSettings).kappa)
         by_hand = compose(v.numpy() * pi.astype(np.float32)[:, None], u.numpy())
         np.testing.assert_allclose(served[layer.weight], by_hand, rtol=1e-4, atol=1e-6)
 
@@ -181,7 +182,7 @@ def test_mixed_clients_have_the_mean_of_their_probabilities(tmp_path: Path, monk
     options = {"model": "preresnet20", "architecture__width": 0.25, "prism__keep_ratios": "0.5,0.25"}
     strategy, arrays = trained(tmp_path, monkeypatch, **options)
     layer = next(layer for layer in strategy.factors if layer.weight not in strategy.norms)
-    sigma, kappa = strategy.kernels(layer, arrays)[0], strategy.settings.prism.kappa
+    sigma, kappa = strategy.kernels(layer, arrays)[0], strategy.settings.of(PriSMSettings).kappa
     half, quarter = (inclusion(sigma, strategy.cut.shapes[n][layer.v][0], kappa) for n in (0, 1))
     found = strategy.portions(layer, arrays, {0: 1, 1: 2})
     assert found is not None

@@ -37,6 +37,7 @@ from piecework.server_app.rounds import Run
 from piecework.strategies.sparse.spafl.client import CHANGE, THRESHOLDS, from_words, initial_model, to_words
 from piecework.strategies.sparse.spafl.forms import SparseModel, SparseTrainer, sparse_loss
 from piecework.strategies.sparse.spafl.server import SpaFL
+from piecework.strategies.sparse.spafl.settings import SpaFLSettings
 from piecework.training.loop import PieceModel, load_for_device
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, open_dataset, training_config_for
@@ -54,7 +55,7 @@ LOSS = sparse_loss(0.01)
 def masked_model(settings: Settings) -> Blueprint:
     """The run's model with thresholds."""
     plain = blueprint_for(settings, open_dataset(settings.dataset, ""))
-    return masked(plain, settings.spafl.straight_through, silent=settings.spafl.silent_norms)
+    return masked(plain, settings.of(SpaFLSettings).straight_through, silent=settings.of(SpaFLSettings).silent_norms)
 
 
 def stores(run_dir: RunDir) -> Path:
@@ -263,7 +264,7 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path
         **SPAFL | {"dataset": f"npz:{few_digits()}", "model": "lenet5", "training__batch_size": batch_size}
     )
     plain = build_blueprint("lenet5", num_classes=10, input_shape=(1, 32, 32))
-    whole = masked(plain, settings.spafl.straight_through, silent=settings.spafl.silent_norms)
+    whole = masked(plain, settings.of(SpaFLSettings).straight_through, silent=settings.of(SpaFLSettings).silent_norms)
     cost = piece_cost(
         whole, (0, 1), "head", training_config_for(settings, 0.1), make_loss=LOSS, piece_class=SparseModel
     )
@@ -464,11 +465,11 @@ def test_a_threshold_far_from_the_others_is_rejected(tmp_path: Path, monkeypatch
         ),
         (
             {"spafl__client_momentum": True, "training__momentum": 0.0},
-            "spafl.client-momentum = true keeps the clients' momentum, but training.momentum is",
+            "spafl.client-momentum = true: it keeps the clients' momentum, but training.momentum is",
         ),
         (
             {"evaluation__on_clients_every": 2},
-            "evaluation.on-clients-every = 2, evaluation.autoattack-examples = 0: spafl has only",
+            "evaluation.on-clients-every = 2: spafl has only",
         ),
         (
             {"spafl__masked_every": 2, "spafl__silent_norms": False},

@@ -167,5 +167,5 @@ def test_the_model_of_a_run_can_be_used(tmp_path: Path) -> None:
 
 
 def test_local_norms_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"architecture\.batch-norm = 'local' does not work with splitmix"):
+    with pytest.raises(ValueError, match=r"architecture\.batch-norm = 'local': it does not work with splitmix"):
         run_local(tmp_path, **SMALL, architecture__batch_norm="local")

@@ -1,4 +1,4 @@
-"""Settings of the systems whose clients train the whole model: FedRBN."""
+"""Settings of FedRBN."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from piecework.training.settings.table import Fraction, Table, setting
 class FedRBNSettings(Table):
     """FedRBN."""
 
-    used_by = ("fedrbn",)
+    name = "fedrbn"
 
     clean_weight: Fraction = setting(
         0.5, "weight of clean examples in the adversarial loss; 0 = none, as in FedProphet's comparison"

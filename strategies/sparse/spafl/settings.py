@@ -1,4 +1,4 @@
-"""Settings of the systems that train sparse models: SpaFL, its rival Local, and FedPM."""
+"""Settings of SpaFL and Local."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from piecework.training.settings.table import Count, Fraction, NonNegative, Tabl
 class SpaFLSettings(Table):
     """SpaFL and Local."""
 
-    used_by = ("spafl", "local")
+    name = "spafl"
 
     sparsity: NonNegative = setting(0.002, "alpha, the weight of R = sum exp(-threshold)")
     sparsity_ramp: bool = setting(False, "alpha times 1 / (1 + exp(5 - 10 t)) in round t = 0, 1, ..: the authors' code")
@@ -30,14 +30,3 @@ class SpaFLSettings(Table):
     masked_every: Count = setting(
         1, "every n-th step uses the masked form, the others drop pruned filters; 0 = none uses it"
     )
-
-
-class FedPMSettings(Table):
-    """FedPM."""
-
-    used_by = ("fedpm",)
-
-    straight_through: Literal["paper", "authors"] = setting(
-        "paper", "the gradient through masks: as if the draw were the identity; authors: times the probability"
-    )
-    keep_adam: bool = setting(True, "clients keep Adam's moments between rounds; false = Adam starts anew in each")

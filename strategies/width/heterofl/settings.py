@@ -1,8 +1,8 @@
-"""Settings of the systems that narrow a model: HeteroFL, FedRolex, FedDrop, FjORD, SplitMix."""
+"""Settings of HeteroFL, and of the systems whose sub-models have the same widths."""
 
-from typing import Annotated, Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import model_validator
 
 from piecework.training.settings.table import Table, case, ratios, setting
 
@@ -13,7 +13,7 @@ STEPS = 64  # width ratios that are not listed are multiples of 1/64
 class HeteroFLSettings(Table):
     """HeteroFL, and the systems whose sub-models have the same widths: FedRolex, FedDrop and FjORD."""
 
-    used_by = ("heterofl", "fedrolex", "feddrop", "fjord")
+    name = "heterofl"
 
     width_ratios: str = setting("1,0.5,0.25,0.125,0.0625", "allowed width ratios of sub-models", BY_RULE)
     width_rule: Literal["budget", "paper"] = setting(
@@ -38,36 +38,14 @@ class HeteroFLSettings(Table):
         case("heterofl", "fedrolex"),
     )
 
+    @model_validator(mode="after")
+    def _ratios_are_readable(self) -> Self:
+        """Raise ValueError if they are not."""
+        self.ratios()
+        return self
+
     def ratios(self) -> list[float]:
         """Return the width ratios, largest first: those of `width-ratios`, or all multiples of 1/64. Raises ValueError."""
         if self.width_rule == "paper":
             return [n / STEPS for n in range(STEPS, 0, -1)]
         return ratios("heterofl.width-ratios", self.width_ratios)
-
-
-class FjORDSettings(Table):
-    """FjORD, besides HeteroFL's width ratios."""
-
-    used_by = ("fjord",)
-
-    sampling: Literal["batch", "round"] = setting(
-        "batch", "when a client draws a width ratio; round = once per round, as in SpaFL's comparison"
-    )
-    distillation: bool = setting(
-        False, "a client's widest net teaches those within it", case("fjord", fjord__sampling="batch")
-    )
-    norms: Literal["separate", "shared"] = setting(
-        "separate", "whether the nets of different width ratios have separate scales and shifts in batch norms"
-    )
-
-
-class SplitMixSettings(Table):
-    """SplitMix."""
-
-    used_by = ("splitmix",)
-
-    # 1 / this, at most models/mix.py's MOST_NETS
-    width_ratio: Annotated[float, Field(ge=0.01, le=1)] = setting(0.125, "width ratio of a base net, at least 0.01")
-    scaler: bool = setting(
-        True, "base nets begin with weights of the full model's size, and divide the layer outputs by their width ratio"
-    )

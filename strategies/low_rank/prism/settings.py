@@ -1,6 +1,8 @@
-"""Settings of the systems that train low-rank sub-models: PriSM and its rivals OrthDrop and OrigDrop."""
+"""Settings of PriSM, and of its rivals OrthDrop and OrigDrop."""
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from piecework.training.settings.table import NonNegative, Table, case, ratios, setting
 
@@ -10,7 +12,7 @@ PRISM = case("prism")
 class PriSMSettings(Table):
     """PriSM; its keep ratios are OrthDrop's and OrigDrop's too."""
 
-    used_by = ("prism", "orthdrop", "origdrop")
+    name = "prism"
 
     keep_ratios: str = setting("0.8,0.6,0.4,0.2", "allowed keep ratios of sub-models")
     kernel_sampling: Literal["importance", "uniform", "softmax"] = setting(
@@ -32,6 +34,12 @@ class PriSMSettings(Table):
         "the server averages the momentum of factors and norms, as the authors' code does",
         case("prism", "orthdrop"),
     )
+
+    @model_validator(mode="after")
+    def _ratios_are_readable(self) -> Self:
+        """Raise ValueError if they are not."""
+        self.ratios()
+        return self
 
     def ratios(self) -> list[float]:
         """Return the values of `keep-ratios`, largest first. Raises ValueError."""

@@ -28,7 +28,9 @@ from piecework.models.work_item import WorkItem
 from piecework.planning.part import Part
 from piecework.strategies.distillation.feddf.server import FamilyCut, FedDF
 from piecework.strategies.distillation.feddf.server_training import consensus, consensus_loss
+from piecework.strategies.distillation.fedet.settings import FedETSettings
 from piecework.strategies.method import Round
+from piecework.training.methods import METHODS
 
 
 class SharedLastCut(FamilyCut):
@@ -53,6 +55,7 @@ class FedET(FedDF):
     """A large server model, distilled from the clients' smaller models, with a last layer that all share."""
 
     name = "fedet"
+    can = METHODS["fedet"].can
     cut_class = SharedLastCut
 
     @cached_property
@@ -75,7 +78,7 @@ class FedET(FedDF):
             name: Array(head.over(name, array.numpy())) if name in head else array
             for name, array in current.arrays.items()
         }
-        loss = consensus_loss(self.settings.fedet.diversity)
+        loss = consensus_loss(self.settings.of(FedETSettings).diversity)
         model = self.distil(current, 0, ArrayRecord(server), consensus(current.mean.ensemble), loss)
         for level in range(len(self.cut.names)):
             names = dict(zip(self.last[level], self.last[0], strict=True))

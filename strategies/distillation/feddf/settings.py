@@ -1,14 +1,14 @@
-"""Settings of the systems that distil models of unlike clients on the server: FedDF and FedET."""
+"""Settings of FedDF and FedET."""
 
 from typing import Literal
 
-from piecework.training.settings.table import AtLeastOne, BatchSize, NonNegative, Positive, Table, setting
+from piecework.training.settings.table import AtLeastOne, BatchSize, Positive, Table, setting
 
 
 class FedDFSettings(Table):
     """FedDF, and FedET, which distils likewise."""
 
-    used_by = ("feddf", "fedet")
+    name = "feddf"
 
     family: str = setting(
         "",
@@ -21,11 +21,3 @@ class FedDFSettings(Table):
     server_optimiser: Literal["sgd", "adam"] = setting(
         "sgd", "sgd: with momentum 0.9, as FedProphet's authors; adam: FedDF's own"
     )
-
-
-class FedETSettings(Table):
-    """FedET, besides FedDF's."""
-
-    used_by = ("fedet",)
-
-    diversity: NonNegative = setting(0.05, "lambda, the weight of clients that disagree")

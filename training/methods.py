@@ -1,0 +1,277 @@
+"""The methods by name: where their code is, which tables of settings they read, and what they can do.
+
+These are names and data only. Clients, lists of settings and a board read them without loading a method, or torch. A method of
+a user's own needs no entry: its name is `MODULE:CLASS`.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from piecework.device_profiles.names import did_you_mean
+from piecework.training.capabilities import Capabilities
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method: its server's class (MODULE:CLASS), its clients' module, what it can do, and the tables of settings it reads.
+
+    The clients' module has the function `train`, and may have `evaluate`, `query` and `places` (client_app/trainers.py).
+    """
+
+    server: str
+    client: str
+    can: Capabilities
+    tables: tuple[str, ...] = ()
+
+
+TABLES = {  # of settings, by name
+    "depthfl": "piecework.strategies.cascade.depthfl.settings:DepthFLSettings",
+    "feddf": "piecework.strategies.distillation.feddf.settings:FedDFSettings",
+    "fedepth": "piecework.strategies.cascade.fedepth.settings:FeDepthSettings",
+    "fedet": "piecework.strategies.distillation.fedet.settings:FedETSettings",
+    "fedpm": "piecework.strategies.sparse.fedpm.settings:FedPMSettings",
+    "fedprophet": "piecework.strategies.cascade.fedprophet.settings:FedProphetSettings",
+    "fedrbn": "piecework.strategies.whole.fedrbn.settings:FedRBNSettings",
+    "fjord": "piecework.strategies.width.fjord.settings:FjORDSettings",
+    "heterofl": "piecework.strategies.width.heterofl.settings:HeteroFLSettings",
+    "prism": "piecework.strategies.low_rank.prism.settings:PriSMSettings",
+    "profl": "piecework.strategies.cascade.profl.settings:ProFLSettings",
+    "spafl": "piecework.strategies.sparse.spafl.settings:SpaFLSettings",
+    "splitmix": "piecework.strategies.width.splitmix.settings:SplitMixSettings",
+}
+
+FEDAVG = Capabilities(attack="optional", late=True)
+FEDEPTH = Capabilities(cuts=True, single_atoms=True, late=True, norms="measured")
+FEDPROPHET = Capabilities(attack="always", cuts=True, stages=True, measures=False, swaps_with="fedprophet")
+HETEROFL = Capabilities(attack="optional", adapts=True, evaluates="as trained", norms="static")
+# Where clients train sub-models, or blocks after others that are random or have just been trained, the statistics kept in
+# training are not those of the evaluated model. With FedDF they cost 2 points of accuracy (docs/batch-norm.md).
+NARROW = replace(HETEROFL, norms="measured")
+LOW_RANK = replace(NARROW, rotates=True, zeroed=True, evaluates="whole", other_norms=False)
+FEDDF = Capabilities(
+    attack="optional",
+    adapts=True,
+    untrained="distilled",
+    norms="measured",
+    public=True,
+    caveat="small devices train other models; needs public data",
+)
+SPAFL = Capabilities(
+    measures=False, evaluates="as trained", personal=True, other_norms=False, caveat="every client has its own model"
+)
+
+WHOLE = "piecework.client_app.whole"
+METHODS = {
+    "allsmall": Entry("piecework.strategies.width.allsmall:AllSmall", WHOLE, FEDAVG, ("heterofl",)),
+    "depthfl": Entry(
+        "piecework.strategies.cascade.depthfl.server:DepthFL",
+        "piecework.strategies.cascade.depthfl.client",
+        Capabilities(
+            attack="optional",
+            adapts=True,
+            untrained="cut off",
+            asks="able",
+            evaluates="as trained",
+            measures=False,
+            fit={"depthfl.feddyn-alpha": (0.0,)},
+            when_excluded="gets no task",
+        ),
+        ("depthfl",),
+    ),
+    "exclusivefl": Entry(
+        "piecework.strategies.whole.exclusivefl:ExclusiveFL",
+        WHOLE,
+        replace(FEDAVG, asks="able", when_excluded="gets no task"),
+    ),
+    "fedavg": Entry("piecework.strategies.whole.fedavg:FedAvg", WHOLE, FEDAVG),
+    "feddf": Entry(
+        "piecework.strategies.distillation.feddf.server:FedDF",
+        "piecework.strategies.distillation.feddf.client",
+        FEDDF,
+        ("feddf",),
+    ),
+    "feddrop": Entry(
+        "piecework.strategies.width.feddrop:FedDrop",
+        "piecework.strategies.width.heterofl.client",
+        replace(NARROW, rotates=True),
+        ("heterofl",),
+    ),
+    "fedepth": Entry(
+        "piecework.strategies.cascade.fedepth.server:FeDepth",
+        "piecework.strategies.cascade.fedepth.client",
+        FEDEPTH,
+        ("fedepth",),
+    ),
+    "fedet": Entry(
+        "piecework.strategies.distillation.fedet.server:FedET",
+        "piecework.strategies.distillation.feddf.client",
+        replace(FEDDF, norms="running"),
+        ("feddf", "fedet"),
+    ),
+    "fedpm": Entry(
+        "piecework.strategies.sparse.fedpm.server:FedPM",
+        "piecework.strategies.sparse.fedpm.client",
+        Capabilities(
+            attack="optional",
+            norms="measured",
+            other_norms=False,
+            rounds=False,
+            caveat="a mask of random weights, not the model",
+        ),
+        ("fedpm",),
+    ),
+    "fedprophet": Entry(
+        "piecework.strategies.cascade.fedprophet.server:FedProphet",
+        "piecework.strategies.cascade.fedprophet.client",
+        FEDPROPHET,
+        ("fedprophet",),
+    ),
+    "fedrbn": Entry(
+        "piecework.strategies.whole.fedrbn.server:FedRBN",
+        "piecework.strategies.whole.fedrbn.client",
+        Capabilities(
+            attack="always",
+            swaps=True,
+            measures=False,
+            evaluates="as trained",
+            norms="local",
+            other_norms=False,
+            fit=False,
+            public={"fedrbn.evaluation-branch": ("detector",)},
+            caveat="swapping is only simulated",
+        ),
+        ("fedrbn",),
+    ),
+    "fedrolex": Entry(
+        "piecework.strategies.width.fedrolex:FedRolex",
+        "piecework.strategies.width.heterofl.client",
+        replace(NARROW, rotates=True),
+        ("heterofl",),
+    ),
+    "fjord": Entry(
+        "piecework.strategies.width.fjord.server:FjORD",
+        "piecework.strategies.width.fjord.client",
+        replace(NARROW, fit=False),
+        ("heterofl", "fjord"),
+    ),
+    "heterofl": Entry(
+        "piecework.strategies.width.heterofl.server:HeteroFL",
+        "piecework.strategies.width.heterofl.client",
+        HETEROFL,
+        ("heterofl",),
+    ),
+    "jfat": Entry(
+        "piecework.strategies.whole.jfat:JFAT",
+        "piecework.strategies.cascade.fedprophet.client",
+        replace(FEDPROPHET, cuts=False, swaps=True, caveat="swapping is only simulated"),
+        ("fedprophet",),
+    ),
+    "local": Entry(
+        "piecework.strategies.sparse.spafl.server:Local", "piecework.strategies.sparse.spafl.client", SPAFL, ("spafl",)
+    ),
+    "m-fedepth": Entry(
+        "piecework.strategies.cascade.fedepth.server:MFeDepth",
+        "piecework.strategies.cascade.fedepth.client_of_m",
+        replace(FEDEPTH, exits=True),
+        ("fedepth",),
+    ),
+    "origdrop": Entry(
+        "piecework.strategies.width.origdrop:OrigDrop",
+        "piecework.strategies.width.heterofl.client",
+        replace(NARROW, caveat="as narrow as the largest sub-model"),
+        ("prism",),
+    ),
+    "orthdrop": Entry(
+        "piecework.strategies.low_rank.orthdrop:OrthDrop",
+        "piecework.strategies.low_rank.prism.client",
+        LOW_RANK,
+        ("prism",),
+    ),
+    "prism": Entry(
+        "piecework.strategies.low_rank.prism.server:PriSM",
+        "piecework.strategies.low_rank.prism.client",
+        replace(
+            LOW_RANK,
+            caveat="with prism.output-channels = first, the served network is as narrow as the largest sub-model",
+        ),
+        ("prism",),
+    ),
+    "profl": Entry(
+        "piecework.strategies.cascade.profl.server:ProFL",
+        "piecework.strategies.cascade.profl.client",
+        Capabilities(stages=True, norms="measured"),
+        ("profl",),
+    ),
+    "spafl": Entry(
+        "piecework.strategies.sparse.spafl.server:SpaFL", "piecework.strategies.sparse.spafl.client", SPAFL, ("spafl",)
+    ),
+    "splitmix": Entry(
+        "piecework.strategies.width.splitmix.server:SplitMix",
+        "piecework.strategies.width.splitmix.client",
+        Capabilities(attack="optional", adapts=True, rotates=True, measures=False, caveat="an ensemble of narrow nets"),
+        ("splitmix",),
+    ),
+}
+
+
+def find_entry(strategy: str) -> Entry:
+    """Return the entry of a method, or make that of `MODULE:CLASS`. Raises ValueError, which lists the known names."""
+    if strategy in METHODS:
+        return METHODS[strategy]
+    if ":" in strategy:
+        return _entry_of_ones_own(strategy)
+    known = ", ".join(METHODS)
+    raise ValueError(
+        f"unknown strategy {strategy!r}: known are {known}; one of your own is MODULE:CLASS{did_you_mean(strategy, METHODS)}"
+    )
+
+
+@cache
+def _entry_of_ones_own(strategy: str) -> Entry:
+    """Return the entry of a class: what it does not say is that of the method that it derives from."""
+    found, module = load(strategy), strategy.partition(":")[0]
+    can = getattr(found, "can", None)
+    if not isinstance(can, Capabilities):
+        raise ValueError(f"strategy = {strategy!r}: {found!r:.100} is no class that derives from Method")
+    names = [vars(each).get("name") for each in found.__mro__[1:]]
+    base = next((METHODS[name] for name in names if name in METHODS), Entry("", WHOLE, can))
+    client = module if hasattr(sys.modules[module], "train") else base.client
+    tables = (strategy,) if found.settings_class is not None else ()
+    return Entry(strategy, client, can, (*base.tables, *tables))
+
+
+def lineage(strategy: str) -> list[str]:
+    """Return the method and, for one of a user's own, the names of those that it derives from, whose settings it may read."""
+    if strategy in METHODS or ":" not in strategy:
+        return [strategy]
+    return [strategy, *(found for base in load(strategy).__mro__ if (found := vars(base).get("name")))]
+
+
+@cache
+def table_class(name: str) -> Any:
+    """Return the class of a table of settings, by its name or that of the method of one's own that brings it."""
+    return load(TABLES[name]) if name in TABLES else load(name).settings_class
+
+
+def load(path: str) -> Any:
+    """Return what `MODULE:NAME` says. A module is looked for where Python looks, then in the working directory.
+
+    Raises ValueError if there is no such module, or nothing of this name in it.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0] or str(Path.cwd()) in sys.path:
+            raise ValueError(
+                f"{path!r}: there is no module {error.name!r} in {Path.cwd()} or where Python looks"
+            ) from error
+        sys.path.append(str(Path.cwd()))
+        return load(path)
+    if not hasattr(found, name):
+        raise ValueError(f"{path!r}: there is no {name!r} in {found.__file__}")
+    return getattr(found, name)

@@ -1,0 +1,62 @@
+"""The cases in which a run uses a setting: with which methods, and with which values of other settings."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from piecework.training.capabilities import Case, Refusal, Scalar
+from piecework.training.methods import METHODS, Entry, find_entry, lineage, table_class
+from piecework.training.settings.run import Settings, fields, tables
+
+
+@cache
+def cases(strategy: str = "") -> dict[str, tuple[Case, ...]]:
+    """Return the cases in which each setting is used, also by a strategy of one's own; those of every run are missing."""
+    entries = {name: find_entry(name) for name in (*METHODS, *([strategy] if ":" in strategy else []))}
+    found = {}
+    for key, info in fields(strategy).items():
+        own: Any = (info.json_schema_extra or {}).get("only") if isinstance(info.json_schema_extra, dict) else ()
+        table = tables(strategy)[key.rpartition(".")[0] or "run"]
+        readers = [name for name, entry in entries.items() if table.name and table in map(table_class, entry.tables)]
+        if own or readers:
+            found[key] = tuple(each for case in own or [{}] for each in _of_methods(case, readers, entries))
+    return found
+
+
+def _of_methods(case: Case, readers: Iterable[str], entries: Mapping[str, Entry]) -> Iterator[Case]:
+    """Yield a case with the names of methods: of those that read the table, or have the capability that it names."""
+    if "can" not in case:
+        yield case or {"strategy": tuple(readers)}
+        return
+    able: dict[tuple[tuple[str, tuple[Scalar, ...]], ...], list[str]] = {}
+    for name, entry in entries.items():
+        if condition := getattr(entry.can, str(case["can"][0])):
+            able.setdefault(() if condition is True else tuple(condition.items()), []).append(name)
+    for when, names in able.items():
+        yield {"strategy": tuple(names)} | {key: values for key, values in case.items() if key != "can"} | dict(when)
+
+
+def holds(case: Case, values: Mapping[str, Scalar]) -> bool:
+    """Return whether each key of a case has one of its values; a strategy of one's own is also what it derives from."""
+    return all(
+        any(value in allowed for value in (lineage(str(values[key])) if key == "strategy" else [values[key]]))
+        for key, allowed in case.items()
+    )
+
+
+def default(key: str, strategy: str = "") -> Scalar:
+    """Return the default of a setting, or an empty text if there is no such setting."""
+    found = fields(strategy).get(key)
+    value: Scalar = found.default if found is not None else ""
+    return value
+
+
+def require_accepted(settings: Settings, refuses: Iterable[Refusal], name: str) -> None:
+    """Raise ValueError for a setting that the method of this name refuses, before the run changes anything."""
+    values = settings.to_run_config()
+    for refusal in refuses:
+        key, value = refusal.key, values[refusal.key]
+        bad = value in refusal.values if refusal.values else value != default(key, settings.strategy)
+        if bad and holds(refusal.when, values):
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            raise ValueError(f"{key} = {shown}: {refusal.why.format(name=name)}")

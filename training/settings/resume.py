@@ -1,0 +1,21 @@
+"""What a resumed run may change."""
+
+from collections.abc import Mapping
+
+from piecework.training.capabilities import Scalar
+from piecework.training.settings.run import CHANGEABLE, Settings, SettingsError
+
+# Settings that a resumed run may set: they affect the rates of the rounds to come.
+EXTENDABLE = frozenset({"training.lr-rounds"})
+
+
+def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
+    """Raise SettingsError, which names the first key, unless `new` may resume a run with the settings `old`."""
+    for key, value in new.to_run_config().items():
+        may_change = key in CHANGEABLE or (key in EXTENDABLE and value)
+        if not may_change and key in old and old[key] != value:
+            raise SettingsError(
+                f"setting {key} = {value!r} differs from {old[key]!r} of the run to resume: a resumed run may only change "
+                f"{', '.join(sorted(CHANGEABLE | EXTENDABLE))}. `piecework run --set resume-from=DIR` takes all others from "
+                "the run; plain `flwr run` gives each its default unless it is named"
+            )
