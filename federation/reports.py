@@ -136,7 +136,7 @@ class ClientReport:
         if self.step:
             plain = [replace(part, micro_batch=0, recompute=()) for part in parts]
             self.step_flops = self.flops / work_flops(cost_model, plain, seen, executed)
-        self.counted_bits = bits(*cut.values(parts))
+        self.counted_bits = bits(*cut.traffic(parts).values)
         dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))
         self.counted_flops = executed * dense
         wire = self.bytes_down, self.bytes_up

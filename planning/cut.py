@@ -16,6 +16,7 @@ from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
 from piecework.planning.counts import entries
+from piecework.planning.evaluation_cost import evaluation_steps
 from piecework.planning.part import Part
 from piecework.training.capabilities import Capabilities
 from piecework.training.settings import Settings
@@ -33,6 +34,14 @@ class Stage:
     )
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What a client receives and sends in a round: bytes of arrays, and values in them, as SpaFL counts (counts.py)."""
+
+    bytes: tuple[int, int]
+    values: tuple[float, float]
+
+
 class Cut:
     """How a method cuts one model for one fleet.
 
@@ -43,6 +52,7 @@ class Cut:
     """
 
     method: Any = None
+    reserves: str = ""  # the budget that the settings name for the cut, as 60MB; empty = the fleet's minimum
 
     def __init__(
         self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, smallest: int = 0, **own: Any
@@ -179,17 +189,23 @@ class Cut:
         """The number of stages, also for a policy that cuts the model separately for each device."""
         return len(self.stages) if self.can.stages else 1
 
-    def wire(self, parts: list[Part]) -> tuple[int, int]:
-        """Return the bytes of arrays sent down and up per round for a client that trains `parts`; by default their units."""
+    def traffic(self, parts: list[Part]) -> Traffic:
+        """Return what a client that trains `parts` receives and sends in a round; by default their units."""
         units = {unit: part.blueprint for part in parts for unit in part.units}
         size = sum(layer_statistics(blueprint, unit).state_bytes for unit, blueprint in units.items())
-        return size, size
-
-    def values(self, parts: list[Part]) -> tuple[float, float]:
-        """Return the values sent down and up per round for a client that trains `parts`, for SpaFL's counts (counts.py)."""
-        units = {unit: part.blueprint for part in parts for unit in part.units}
         count = sum(entries(blueprint, unit) for unit, blueprint in units.items())
-        return count, count
+        return Traffic((size, size), (count, count))
+
+    def evaluation_bytes(self, examples: int) -> int:
+        """Return the fewest bytes with which a client evaluates the model, 0 if it needs less than what it trains.
+
+        It needs more where clients skip atoms that they then have to run in an evaluation on so many `examples`.
+        """
+        asked = self.settings.evaluation.on_clients_every or self.settings.evaluation.mode == "personal"
+        if not (self.can.single_atoms and asked):
+            return 0
+        atoms = tuple(range(len(self.model.atoms)))
+        return evaluation_steps(self, self.model, atoms, "head", 0, examples)[0].bytes
 
     def excluded(self, parts: list[Part]) -> list[str]:
         """Return the names of the atoms that a client skips because they do not fit even alone."""

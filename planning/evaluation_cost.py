@@ -6,20 +6,23 @@ only if `memory.fit` allows micro-batches, and then into parts of at most three.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
 from piecework.models.static_norms import mixes_examples
-from piecework.planning.cut import Cut
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.settings import Settings
+
+if TYPE_CHECKING:
+    from piecework.planning.cut import Cut
 
 # `EvaluationStep.examples`, the largest number that this can be, and `EvaluationStep.held` -> bytes
 Needed = Callable[[int, int, str], int]
 
 
 def evaluation_steps(
-    policy: Cut, blueprint: Blueprint, atoms: Piece, head: str, allowed: int, examples: int
+    policy: "Cut", blueprint: Blueprint, atoms: Piece, head: str, allowed: int, examples: int
 ) -> list[EvaluationStep]:
     """Return the step in which a client with `examples` evaluates atoms and a head, with one atom in memory at a time.
 
@@ -34,7 +37,7 @@ def evaluation_steps(
 
 
 def chosen(
-    policy: Cut,
+    policy: "Cut",
     blueprint: Blueprint,
     needed: Needed,
     allowed: int,

@@ -6,6 +6,7 @@ from typing import Any
 from piecework.device_profiles.profile import format_bytes
 from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.strategies.server import MethodServer
+from piecework.training.methods import in_pieces
 
 
 def remedies(server: MethodServer, refused: Sequence[dict[str, Any]]) -> list[str]:
@@ -14,7 +15,7 @@ def remedies(server: MethodServer, refused: Sequence[dict[str, Any]]) -> list[st
     whole = cut.stage_count == 1 and not (cut.can.cuts or cut.can.adapts or cut.cost_model.ways)
     found = whole_in_less(server, refused) if whole else []
     if not cut.can.cuts:
-        found.append("strategy = fedepth trains the whole model in pieces")
+        found.append(f"strategy = {in_pieces(server.attacks)} trains the whole model in pieces")
     found.append("training.batch-size or architecture.width may be smaller, or the fleet may have more memory")
     return [f"{'try' if number == 0 else 'or'}: {remedy}" for number, remedy in enumerate(found)]
 

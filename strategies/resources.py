@@ -7,6 +7,7 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federation.registry import MIN_EXAMPLES, ClientRegistry
 from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.coverage import Trainer, richest
+from piecework.training.methods import in_pieces
 
 if TYPE_CHECKING:
     from piecework.strategies.method import Method
@@ -71,7 +72,7 @@ class ClientResources:
         if self.method.cut.swaps and self.registry.auto:
             raise ValueError(
                 f"{self.method.name} only simulates swapping, and client {self.registry.auto[0]} has device = 'auto', "
-                "so its memory is real: give it the name of a device of the fleet, or use strategy = fedprophet with "
+                f"so its memory is real: give it the name of a device of the fleet, or use strategy = {in_pieces(True)} with "
                 "memory.model = traced"
             )
 

@@ -45,6 +45,7 @@ class Capabilities:
     rounds: bool = True  # clients train with SGD, whose state may be rounded (`training.optimiser-state`)
     public: bool | Case = False  # the server trains on public data
     when_excluded: str = "excluded"  # what plans say of a device that cannot train
+    advised: int = 0  # the place among the methods that one would try first, from 1; 0 = it is not among them
     caveat: str = ""  # a remark that advice adds to the method's figures
 
     @property

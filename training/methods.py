@@ -45,6 +45,7 @@ TABLES = {  # of settings, by name
 }
 
 FEDAVG = Capabilities(attack="optional", late=True)
+SIMPLEST = "fedavg"  # with which all others are compared
 FEDEPTH = Capabilities(cuts=True, single_atoms=True, late=True, norms="measured")
 FEDPROPHET = Capabilities(attack="always", cuts=True, stages=True, measures=False, swaps_with="fedprophet")
 HETEROFL = Capabilities(attack="optional", adapts=True, evaluates="as trained", norms="static")
@@ -66,7 +67,7 @@ SPAFL = Capabilities(
 
 WHOLE = "piecework.client_app.whole"
 METHODS = {
-    "allsmall": Entry("piecework.strategies.width.allsmall:AllSmall", WHOLE, FEDAVG, ("heterofl",)),
+    "allsmall": Entry("piecework.strategies.width.allsmall:AllSmall", WHOLE, replace(FEDAVG, advised=4), ("heterofl",)),
     "depthfl": Entry(
         "piecework.strategies.cascade.depthfl.server:DepthFL",
         "piecework.strategies.cascade.depthfl.client",
@@ -85,9 +86,9 @@ METHODS = {
     "exclusivefl": Entry(
         "piecework.strategies.whole.exclusivefl:ExclusiveFL",
         WHOLE,
-        replace(FEDAVG, asks="able", when_excluded="gets no task"),
+        replace(FEDAVG, asks="able", advised=5, when_excluded="gets no task"),
     ),
-    "fedavg": Entry("piecework.strategies.whole.fedavg:FedAvg", WHOLE, FEDAVG),
+    "fedavg": Entry("piecework.strategies.whole.fedavg:FedAvg", WHOLE, replace(FEDAVG, advised=1)),
     "feddf": Entry(
         "piecework.strategies.distillation.feddf.server:FedDF",
         "piecework.strategies.distillation.feddf.client",
@@ -103,7 +104,7 @@ METHODS = {
     "fedepth": Entry(
         "piecework.strategies.cascade.fedepth.server:FeDepth",
         "piecework.strategies.cascade.fedepth.client",
-        FEDEPTH,
+        replace(FEDEPTH, advised=2),
         ("fedepth",),
     ),
     "fedet": Entry(
@@ -127,7 +128,7 @@ METHODS = {
     "fedprophet": Entry(
         "piecework.strategies.cascade.fedprophet.server:FedProphet",
         "piecework.strategies.cascade.fedprophet.client",
-        FEDPROPHET,
+        replace(FEDPROPHET, advised=3),
         ("fedprophet",),
     ),
     "fedrbn": Entry(
@@ -216,6 +217,18 @@ METHODS = {
         ("splitmix",),
     ),
 }
+
+
+def in_pieces(attacked: bool) -> str:
+    """Return the method to try where devices cannot hold the whole model, for clean or for adversarial training."""
+    return next(name for name in advised() if METHODS[name].can.cuts and METHODS[name].can.always_attacks == attacked)
+
+
+def advised() -> list[str]:
+    """Return the methods that one would try first, in this order."""
+    return sorted(
+        (name for name, entry in METHODS.items() if entry.can.advised), key=lambda name: METHODS[name].can.advised
+    )
 
 
 def find_entry(strategy: str) -> Entry:

@@ -29,7 +29,6 @@ from piecework.plans.question import PlanQuestion, budget_bytes
 from piecework.server_app.rates import low_lr_warning
 from piecework.server_app.start import describe_coverage
 from piecework.strategies import find_method
-from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.training.settings import Settings, learning_rate
 from piecework.training.setup import blueprint_of_shape
 
@@ -132,10 +131,10 @@ def planner_for(
     full = cost_model.bytes(whole_model(blueprint))
     states = fleet_states(fleet, settings, cost_model.reference_bytes)
     budgets = [state.budget_bytes for states_of_round in states for state in states_of_round]
-    budget = question.budget or (settings.of(FedProphetSettings).r_min if can.attack == "always" else "")
-    minimum = budget_bytes(budget, full) if budget else min(budgets)
     policy = find_method(settings.strategy).make_cut(blueprint, cost_model, settings)
     policy.require_model()
+    budget = question.budget or policy.reserves
+    minimum = budget_bytes(budget, full) if budget else min(budgets)
     policy = policy.fit(minimum, max(minimum, *budgets))
     if not budget and policy.smallest < policy.min_budget():
         policy = policy.with_smallest(policy.min_budget())
@@ -150,7 +149,7 @@ def trainers(states: list[list[DeviceState]], settings: Settings) -> dict[int, T
 
 def module_row(policy: Cut, stage: str, part: Part) -> dict[str, Any]:
     """Return the row of one part: bytes and FLOPs of a step, bytes of arrays per round."""
-    batch, down_up = policy.cost_model.training_config.batch_size, policy.wire([part])
+    batch, down_up = policy.cost_model.training_config.batch_size, policy.traffic([part]).bytes
     return {
         "stage": stage,
         "name": label(part),
@@ -227,13 +226,13 @@ def seconds_of(policy: Cut, parts: Sequence[Part], state: DeviceState, examples:
 def swap_seconds(policy: Cut, part: Part, state: DeviceState, examples: int) -> float:
     """Return the seconds of a round of a device that trains a part beyond its memory by swapping to its disk."""
     _, seen = local_work(policy.settings, examples)
-    return swapped_seconds(policy.settings, policy.cost_model, part, seen, state, policy.wire([part]))
+    return swapped_seconds(policy.settings, policy.cost_model, part, seen, state, policy.traffic([part]).bytes)
 
 
 @cache
 def totals(policy: Cut, parts: tuple[Part, ...]) -> tuple[int, tuple[int, int]]:
     """Return, for parts trained one after another, the maximum bytes of a step, and the bytes down and up."""
-    return max(policy.cost_model.bytes(part) for part in parts), policy.wire(list(parts))
+    return max(policy.cost_model.bytes(part) for part in parts), policy.traffic(list(parts)).bytes
 
 
 def fleet_row(fleet: Fleet, settings: Settings, policy: Cut, tasks: list[list[list[PlannedTask]]]) -> dict[str, Any]:

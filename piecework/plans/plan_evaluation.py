@@ -4,24 +4,6 @@ from typing import Any
 
 from piecework.device_profiles.profile import format_compared
 from piecework.planning.cut import Cut
-from piecework.planning.evaluation_cost import evaluation_steps
-from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
-from piecework.strategies.cascade.fedprophet.evaluation import validation_steps
-
-
-def needed_to_evaluate(policy: Cut, examples: int) -> int:
-    """Return the fewest bytes with which a client evaluates the whole model; 0 if it needs less than what it trains.
-
-    FeDepth's clients also evaluate the atoms that they leave out, and FedProphet's attack all modules.
-    """
-    if isinstance(policy, FedProphetCut):
-        modules = [stage.parts[0].atoms for stage in policy.stages]
-        return validation_steps(policy, modules, 0, examples)[0].bytes
-    evaluation = policy.settings.evaluation
-    if policy.can.single_atoms and (evaluation.on_clients_every or evaluation.mode == "personal"):
-        atoms = tuple(range(len(policy.model.atoms)))
-        return evaluation_steps(policy, policy.model, atoms, "head", 0, examples)[0].bytes
-    return 0
 
 
 def evaluation_row(policy: Cut, trained: dict[int, int], examples: int) -> dict[str, Any] | None:
@@ -29,7 +11,7 @@ def evaluation_row(policy: Cut, trained: dict[int, int], examples: int) -> dict[
 
     `trained` are the smallest allowed bytes of each client that trains something.
     """
-    if not trained or not (needed := needed_to_evaluate(policy, examples)):
+    if not trained or not (needed := policy.evaluation_bytes(examples)):
         return None
     short = [allowed for allowed in trained.values() if allowed < needed]
     return {"clients": len(short), "of": len(trained), "needed": needed, "least": min(short)} if short else None

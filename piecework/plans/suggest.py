@@ -18,13 +18,11 @@ from piecework.planning.part import whole_model
 from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
 from piecework.strategies import find_method
-from piecework.training.methods import METHODS
+from piecework.training.methods import METHODS, SIMPLEST, advised
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 from piecework.training.sgd import TrainingConfig
 
-PIECES = ("fedepth", "fedprophet")  # what trains the whole model in pieces, on clean and on adversarial examples
-FIRST = ("fedavg", *PIECES, "allsmall", "exclusivefl")  # what one would try first, in this order
 HALF = 0.5  # of the clients
 USEFUL = 0.05  # of a model's parameters; less is no model that one would use
 Row = dict[str, Any]
@@ -41,22 +39,22 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
     """
     attacked = settings.training.adversarial or find_method(settings.strategy).can.attack == "always"
     settings = settings.changed({"training.adversarial": attacked})
-    tell("fedavg")
+    tell(SIMPLEST)
     simple, first = fedavg_verdict(settings, question)
     found: list[Row] = []
     if not simple["fits"]:
         for name in sorted(METHODS):
-            if name != "fedavg" and suits(name, attacked):
+            if name != SIMPLEST and suits(name, attacked):
                 tell(name)
                 found.append(plan_system(settings.changed({"strategy": name}), question, simple["attack_steps"]))
     able = [row for row in found if not row["reason"]]
-    first += [row for name in FIRST for row in able if row["strategy"] == name]
+    first += [row for name in advised() for row in able if row["strategy"] == name]
     return {
         "adversarial": attacked,
         "simple": simple,
         "recommended": recommend(simple, first, attacked),
         "first": first,
-        "others": [row for row in able if row["strategy"] not in FIRST],
+        "others": [row for row in able if not METHODS[row["strategy"]].can.advised],
         "refused": [row for row in found if row["reason"]],
     }
 
@@ -97,7 +95,7 @@ def recommend(simple: Row, rows: list[Row], attacked: bool) -> Row | None:
 
 def reason_text(simple: Row, chosen: Row) -> str:
     """Return why a row is recommended, and what it costs."""
-    if not chosen["fit"] and chosen["strategy"] == "fedavg":
+    if not chosen["fit"] and chosen["strategy"] == SIMPLEST:
         return (
             "Every device can hold a step of the whole model, so nothing has to be cut."
             if simple["fits"]
@@ -114,7 +112,7 @@ def reason_text(simple: Row, chosen: Row) -> str:
     )
     if reached >= HALF:
         aside += " On the demo's boards, of which it reaches half, it was ahead of pieces (README): try both."
-    if chosen["strategy"] in PIECES:
+    if METHODS[chosen["strategy"]].can.cuts:
         who = (
             "Every device trains"
             if chosen["participation"] == 1
@@ -122,7 +120,7 @@ def reason_text(simple: Row, chosen: Row) -> str:
         )
         left_out = "" if chosen["min_fraction"] == 1 else f", the poorest {chosen['min_fraction']:.0%} of it"
         return f"{who} the whole model in pieces that fit it{left_out}. {aside}"
-    if chosen["strategy"] == "allsmall":
+    if chosen["covered"] < 1:
         return f"Every device can train a narrower model, {chosen['covered']:.0%} of the parameters. {aside}"
     return "Of what one would try first, nothing reaches more clients."
 
@@ -148,7 +146,7 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> tuple[Row, lis
 
     If not every device can, `fitted` says how far `memory.fit` helps, and `smaller_batch` which batch every device could hold.
     """
-    settings = settings.changed({"strategy": "fedavg", "memory.fit": ""})
+    settings = settings.changed({"strategy": SIMPLEST, "memory.fit": ""})
     plan = make_plan(settings, question)
     fleet = load_fleet(settings.fleet)
     states = list(chain(*fleet_states(fleet, settings, plan["reference_bytes"])))

@@ -182,7 +182,7 @@ def test_spafl_thresholds() -> None:
     assert spafl.thresholds() == [580, 650, 4800, 2400]
     for (flags, *_), found in zip(spafl.TAU, spafl.thresholds(), strict=True):
         policy = policy_for(flags)
-        assert policy.wire(list(policy.stages[0].parts)) == (8 * found, 4 * found)
+        assert policy.traffic(list(policy.stages[0].parts)).bytes == (8 * found, 4 * found)
 
 
 def test_spafl_communication() -> None:

@@ -21,7 +21,7 @@ from piecework.models.masked import masked
 from piecework.models.partition import Piece
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
 from piecework.planning.costs import cost_model_for
-from piecework.planning.cut import Cut, label
+from piecework.planning.cut import Cut, Traffic, label
 from piecework.planning.paper_memory import fedepth, fedprophet, prism, profl
 from piecework.planning.part import Part, whole_model
 from piecework.strategies import find_method
@@ -197,7 +197,7 @@ def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:
     assert name not in REFUSED.get(strategy, ())
     for number in range(len(stages)):
         parts = parts_of(policy, number, state(1e12), slowest=1e9)
-        assert (min(policy.wire(parts)) > 0) == (strategy != "local")
+        assert (min(policy.traffic(parts).bytes) > 0) == (strategy != "local")
         for part in parts:
             assert part.parameters > 0
             assert part.forward_flops > 0
@@ -224,10 +224,7 @@ def test_thresholds(name, width, thresholds, weights) -> None:
     assert part.parameters == whole_model(plain).parameters + thresholds
     policy = policy_of("spafl", name, "traced") if width == 1 else None
     if policy:
-        assert (policy.wire([part]), policy.values([part])) == (
-            (8 * thresholds, 4 * thresholds),
-            (thresholds, thresholds),
-        )
+        assert policy.traffic([part]) == Traffic((8 * thresholds, 4 * thresholds), (thresholds, thresholds))
 
 
 # ---- ProFL's blocks and output modules

@@ -14,7 +14,7 @@ from piecework.planning.assignment import Context
 from piecework.planning.costs import cost_model_for
 from piecework.planning.cut import Cut
 from piecework.planning.evaluation_cost import chosen, evaluation_steps, sizes
-from piecework.plans.plan_evaluation import evaluation_row, evaluation_warning, needed_to_evaluate
+from piecework.plans.plan_evaluation import evaluation_row, evaluation_warning
 from piecework.server_app.records import RunDir
 from piecework.strategies import find_method
 from piecework.training.evaluation_step import EvaluationStep
@@ -189,7 +189,7 @@ def test_a_plan_says_who_trains_but_cannot_evaluate(strategy: str) -> None:
     settings = tiny_settings(strategy=strategy, architecture__batch_norm="batch", evaluation__on_clients_every=1)
     model = a_blueprint()
     policy = find_method(strategy).make_cut(model, cost_model_for(settings, model, 1), settings).with_smallest(600_000)
-    needed = needed_to_evaluate(policy, 20)
+    needed = policy.evaluation_bytes(20)
     assert evaluation_row(policy, {0: needed, 1: 10**9}, 20) is None
     found = evaluation_row(policy, {0: needed - 1, 1: needed - 2, 2: needed}, 20)
     assert found == {"clients": 2, "of": 3, "needed": needed, "least": needed - 2}

@@ -1,6 +1,6 @@
 """All settings of a run: those of the run itself at the top, all others in tables; and how they are read and written.
 
-Flower hands over a flat run configuration (`fedprophet.apa-step`) and does not check types (`training.lr=abc` arrives as a
+Flower hands over a flat run configuration (`training.lr`) and does not check types (`training.lr=abc` arrives as a
 string), so it is only read through `Settings.from_run_config`. An error names the key, the value and what is allowed.
 """
 
@@ -243,7 +243,7 @@ class Settings(Table):
         return _validated(cls, items)  # type: ignore[return-value]
 
     def to_run_config(self) -> dict[str, Scalar]:
-        """Return the flat form, `fedprophet.apa-step`, with every key."""
+        """Return the flat form, `training.lr`, with every key."""
         own = {name: self.of(table).model_dump(by_alias=True) for name, table in method_tables(self.strategy).items()}
         return flat(self.model_dump(by_alias=True) | own)
 

@@ -47,7 +47,7 @@ def able(capability: str, **values: Scalar) -> tuple[Case, ...]:
 
 
 def case(*strategies: str, **values: Scalar) -> tuple[Case, ...]:
-    """Return the case of these strategies. A keyword is a key: `fedprophet__apa` stands for `fedprophet.apa`."""
+    """Return the case of these strategies. A keyword is a key: `training__lr` stands for `training.lr`."""
     keys = {name.replace("__", ".").replace("_", "-"): (value,) for name, value in values.items()}
     return (({"strategy": strategies} if strategies else {}) | keys,)
 

@@ -25,6 +25,7 @@ than the whole model alone.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 
 from piecework.models.cascade import can_fit
@@ -32,7 +33,7 @@ from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import AtomTooLargeError, Piece, exclude_input_side
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
-from piecework.planning.cut import Cut, Stage, label
+from piecework.planning.cut import Cut, Stage, Traffic, label
 from piecework.planning.part import Part
 from piecework.strategies.cascade.fedepth.client import (
     ItemCost,
@@ -119,11 +120,12 @@ class FeDepthCut(Cut):
         """Return the memory cost (bytes) of training an atom as a block."""
         return self.needed(self.item((atom,)))
 
-    def wire(self, parts: list[Part]) -> tuple[int, int]:
+    def traffic(self, parts: list[Part]) -> Traffic:
         """Return the bytes sent down, those of all units including separate heads, and up, those of the trained units."""
         units = self.blueprint.units(exits=self.can.exits)
         down = sum(layer_statistics(self.blueprint, unit).state_bytes for unit in units)
-        return down, super().wire(parts)[1]
+        found = super().traffic(parts)
+        return replace(found, bytes=(down, found.bytes[1]))
 
 
 class FeDepth(Method):

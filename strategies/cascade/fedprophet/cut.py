@@ -23,6 +23,7 @@ from piecework.planning.costs import CostModel, fraction_or_bytes
 from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part, whole_model
 from piecework.strategies.cascade.fedprophet.client import module_item, module_loss
+from piecework.strategies.cascade.fedprophet.evaluation import validation_steps
 from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.training.settings import Settings
 
@@ -32,6 +33,7 @@ class FedProphetCut(Cut):
 
     def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, *rest: Any, **own: Any) -> None:
         self.own = settings.of(FedProphetSettings)
+        self.reserves = self.own.r_min
         super().__init__(blueprint, cost_model.having(feature_norm=self.own.feature_norm), settings, *rest, **own)
 
     def require_model(self) -> None:
@@ -69,6 +71,11 @@ class FedProphetCut(Cut):
         except ValueError as error:
             raise ValueError(f"setting fedprophet.r-min = {r_min!r}: {error}") from None
         return cut
+
+    def evaluation_bytes(self, examples: int) -> int:
+        """Return the fewest bytes in which a client attacks all modules in a validation on so many examples."""
+        modules = [stage.parts[0].atoms for stage in self.stages]
+        return validation_steps(self, modules, 0, examples)[0].bytes
 
     @property
     def variant(self) -> Variant:

@@ -6,6 +6,7 @@ weights in memory or with those of one module or atom, and last it computes fewe
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,11 +34,13 @@ from piecework.strategies.cascade.fedprophet.client import (
     query_batch,
     unmoved,
 )
-from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
 from piecework.training.attacks import Attack
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.loop import as_rows, in_precision
 from piecework.training.sgd import TrainingConfig
+
+if TYPE_CHECKING:
+    from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
 
 
 class Away:
@@ -88,7 +91,7 @@ def query_cost(
     return trace(work).peak_bytes
 
 
-def validation_steps(cut: FedProphetCut, modules: Sequence[Piece], allowed: int, examples: int) -> list[EvaluationStep]:
+def validation_steps(cut: "FedProphetCut", modules: Sequence[Piece], allowed: int, examples: int) -> list[EvaluationStep]:
     """Return the step in which a client with that many validation `examples` validates modules, for `Task.evaluation`."""
     blueprint = cut.model
     units = tuple(tuple(unit_signature(blueprint, f"atoms.{atom}") for atom in module) for module in modules)
@@ -105,7 +108,7 @@ def validation_steps(cut: FedProphetCut, modules: Sequence[Piece], allowed: int,
 
 
 def query_steps(
-    cut: FedProphetCut, listed: Mapping[WorkItem, int], config: FedProphetTaskConfig, allowed: int, examples: int
+    cut: "FedProphetCut", listed: Mapping[WorkItem, int], config: FedProphetTaskConfig, allowed: int, examples: int
 ) -> list[EvaluationStep]:
     """Return the step in which a client with that many training `examples` answers the query, for `Task.evaluation`.
 

@@ -63,7 +63,7 @@ from piecework.models.variant import Variant, vary
 from piecework.models.width import Indices, shapes, take
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
-from piecework.planning.cut import Cut
+from piecework.planning.cut import Cut, Traffic
 from piecework.planning.part import Part
 from piecework.strategies.low_rank.prism.client import LowRankModel, PriSMTaskConfig, low_rank_loss
 from piecework.strategies.low_rank.prism.settings import PriSMSettings
@@ -108,9 +108,9 @@ class PriSMCut(HeteroFLCut):
         )
         return found
 
-    def values(self, parts: list[Part]) -> tuple[float, float]:
-        """Return the numbers of values in the sub-model's arrays, sent down and up."""
-        return Cut.values(self, parts)
+    def traffic(self, parts: list[Part]) -> Traffic:
+        """Return the bytes and the values of the sub-model's arrays."""
+        return Cut.traffic(self, parts)
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return all of a sub-model, with the regulariser of Eq. 6 in its loss."""

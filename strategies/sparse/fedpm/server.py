@@ -13,6 +13,7 @@ The straight-through gradient is the identity, as in the paper. With `fedpm.stra
 theta. Clients keep Adam's moments between rounds (`fedpm.keep-adam`), as in the authors' code.
 """
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -24,7 +25,7 @@ from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
 from piecework.planning.counts import bits
-from piecework.planning.cut import Cut, require_no_statistics
+from piecework.planning.cut import Cut, Traffic, require_no_statistics
 from piecework.planning.part import Part
 from piecework.strategies.method import Received, Round
 from piecework.strategies.sparse.fedpm.client import MASK, ScoredModel
@@ -53,10 +54,10 @@ class FedPMCut(Cut):
         """Return the part that trains all scores of the model."""
         return Part(self.model, item.atoms, name="the scores of the whole model", piece_class=ScoredModel)
 
-    def wire(self, parts: list[Part]) -> tuple[int, int]:
+    def traffic(self, parts: list[Part]) -> Traffic:
         """Return the bytes sent down, those of the scores, and up, one bit per score."""
         down = sum(part.state_bytes for part in parts)
-        return down, -(-down // 32)
+        return replace(super().traffic(parts), bytes=(down, -(-down // 32)))
 
 
 class Masks:

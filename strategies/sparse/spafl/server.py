@@ -37,7 +37,7 @@ from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context, everything, nothing
 from piecework.planning.counts import sparse_flops
-from piecework.planning.cut import Cut, Stage
+from piecework.planning.cut import Cut, Stage, Traffic
 from piecework.planning.part import Part
 from piecework.strategies.method import Method, Reading, Received, Round
 from piecework.strategies.sparse.spafl.client import CHANGE, THRESHOLDS, SpaFLTaskConfig, from_words, initial_model
@@ -78,17 +78,10 @@ class SpaFLCut(Cut):
         """One stage, with the masked model."""
         return [Stage("training", (self._fitted_part(self.whole, self.allowed),))]
 
-    def values(self, parts: list[Part]) -> tuple[float, float]:
-        """Return the number of thresholds, which are sent down and up; 0 if nothing is shared."""
-        if not self.method.shared:
-            return 0, 0
-        count = sum(sum(thresholds(part.blueprint).values()) for part in parts)
-        return count, count
-
-    def wire(self, parts: list[Part]) -> tuple[int, int]:
-        """Return the bytes sent down, 8 per threshold because their change comes with them, and up, 4 per threshold."""
-        count = int(self.values(parts)[0])
-        return 8 * count, 4 * count
+    def traffic(self, parts: list[Part]) -> Traffic:
+        """Return the thresholds: 8 bytes for each down, because their change comes with them, 4 up; 0 if nothing is shared."""
+        count = sum(sum(thresholds(part.blueprint).values()) for part in parts) if self.method.shared else 0
+        return Traffic((8 * count, 4 * count), (count, count))
 
 
 @dataclass

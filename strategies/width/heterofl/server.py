@@ -50,7 +50,7 @@ from piecework.models.width import (
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
 from piecework.planning.counts import entries
-from piecework.planning.cut import Cut, Stage
+from piecework.planning.cut import Cut, Stage, Traffic
 from piecework.planning.part import Part
 from piecework.strategies.method import Method, Reading, Received, Round
 from piecework.strategies.resources import ClientResources
@@ -183,11 +183,11 @@ class HeteroFLCut(Cut):
         level = self.level_by_fraction(self.smallest) if self.by_fraction else self.level(self.allowed)
         return [Stage("training", (self._fitted_part(self.sub_model(level), self.allowed),))]
 
-    def values(self, parts: list[Part]) -> tuple[float, float]:
-        """Return the full model's values times the width ratio, not its square, down and up, as SpaFL's paper counts."""
+    def traffic(self, parts: list[Part]) -> Traffic:
+        """Return the sub-model's bytes, and the full model's values times the width ratio, as SpaFL's paper counts."""
         full = sum(entries(self.blueprint, unit) for unit in self.blueprint.units())
         found = sum(part.blueprint.width / self.blueprint.width for part in parts) * full
-        return found, found
+        return replace(super().traffic(parts), values=(found, found))
 
 
 @dataclass
