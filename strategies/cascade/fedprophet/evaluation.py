@@ -91,7 +91,9 @@ def query_cost(
     return trace(work).peak_bytes
 
 
-def validation_steps(cut: "FedProphetCut", modules: Sequence[Piece], allowed: int, examples: int) -> list[EvaluationStep]:
+def validation_steps(
+    cut: "FedProphetCut", modules: Sequence[Piece], allowed: int, examples: int
+) -> list[EvaluationStep]:
     """Return the step in which a client with that many validation `examples` validates modules, for `Task.evaluation`."""
     blueprint = cut.model
     units = tuple(tuple(unit_signature(blueprint, f"atoms.{atom}") for atom in module) for module in modules)
