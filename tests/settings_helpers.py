@@ -50,7 +50,6 @@ CHOICES = {
     "fedprophet.validation-clients": "round",
     "profl.blocks": "budget",
     "profl.cohort": "all",
-    "profl.growing-start": "previous",
     "profl.freezing": "parameters",
     "profl.frozen-mode": "training",
     "memory.fit": "recompute",

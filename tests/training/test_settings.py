@@ -88,6 +88,15 @@ def test_an_unknown_key_like_no_other() -> None:
     assert str(caught.value) == f"unknown setting 'xyzzy': `piecework settings` lists all {len(ALL)}"
 
 
+def test_settings_of_earlier_versions() -> None:
+    """A run of a version that had more settings can be read and resumed, unless one of them had another value than now."""
+    assert Settings.from_run_config({"profl.growing-start": "shrinking", "seed": 3}) == Settings(seed=3)
+    with pytest.raises(
+        SettingsError, match="setting profl.growing-start exists no more: only 'shrinking' is left of it"
+    ):
+        Settings.from_run_config({"profl.growing-start": "previous"})
+
+
 def test_an_integer_will_do_for_a_number() -> None:
     settings = read(training__lr=1, training__momentum=0, data__partition_alpha=3)
     assert (settings.training.lr, settings.training.momentum, settings.data.partition_alpha) == (1.0, 0.0, 3.0)

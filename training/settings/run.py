@@ -49,6 +49,9 @@ CHANGEABLE = frozenset(
     }
 )
 
+# Settings of earlier versions, with the only value that they could have now.
+REMOVED: dict[str, Scalar] = {"profl.growing-start": "shrinking"}
+
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}  # of a setting, by its default
 
 
@@ -233,6 +236,7 @@ class Settings(Table):
     def from_run_config(cls, config: Mapping[str, Scalar]) -> Self:
         """Validate a flat run configuration. Raises SettingsError."""
         known = fields(str(config.get("strategy", "")))
+        config = {key: value for key, value in config.items() if key not in REMOVED or value != REMOVED[key]}
         for key, value in config.items():
             if key not in known:
                 raise SettingsError(_unknown_key(key, known))
@@ -338,6 +342,8 @@ def _validated(cls: type[Settings], items: tuple[tuple[str, type, Scalar], ...])
 
 
 def _unknown_key(key: str, fields: Iterable[str]) -> str:
+    if key in REMOVED:
+        return f"setting {key} exists no more: only {REMOVED[key]!r} is left of it, so leave it out"
     given = key.replace("_", "-")
     known = {name.replace(".", "-"): name for name in fields}
     last = {name.rpartition(".")[2] for name in fields}

@@ -17,10 +17,9 @@ the later blocks, and the output layer theta_L. theta_t^ini is a block as shrink
 Shrinking (section 2.3), t = T .. 2: [theta_{1,F}, .., theta_t, theta_op] is trained until theta_t converges, which gives
 theta_t^ini. Then (Map) theta_t is integrated into theta_{t,b} by distillation on the clients for `profl.distil-rounds` rounds.
 Growing (section 2.2), t = 1 .. T, trains the same steps in reverse order, on top of the blocks that growing has frozen. Each
-starts from theta_t^ini and the output module of its step in shrinking, or with `profl.growing-start` = previous (ours) from
-that of the growing step before. With `profl.shrinking` = false, only growing takes place, from random weights (Table 2). Eq. 1:
-theta_t and theta_op are averaged over the clients that trained them, weighted by numbers of examples, and theta_L also over the
-clients that trained nothing else.
+starts from theta_t^ini and the output module of its step in shrinking. With `profl.shrinking` = false, only growing takes
+place, from random weights (Table 2). Eq. 1: theta_t and theta_op are averaged over the clients that trained them, weighted by
+numbers of examples, and theta_L also over the clients that trained nothing else.
 
 A round's clients are drawn from those that have memory for the step's block (section 2.2, step 2: "selects the client set S
 based on their available memory") and from those whose memory "is insufficient to train any block" (section 3.1), which train
@@ -305,12 +304,11 @@ class ProFL(StagedMethod):
     def _next_phase(self, arrays: ArrayRecord) -> ArrayRecord:
         """Begin the next phase, and return its model. Norms of updates and movements start again.
 
-        Each output module is stored after its step in shrinking, and restored for its step in growing, unless that step starts
-        from the output module of the step before.
+        Each output module is stored after its step in shrinking, and restored for its step in growing.
         """
         state, phase = self.state, self.phase
         self.kept.pop(SCALARS, None)
-        if phase.kind == "shrinking" and self.own.growing_start == "shrinking":
+        if phase.kind == "shrinking":
             for name, array in self._output_module(phase.t, arrays).items():
                 self.kept[f"step{phase.t}/{name}"] = array
         self.state = replace(state, phase=state.phase + 1, phase_round=0, movements=[], norms={})

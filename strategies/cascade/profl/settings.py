@@ -24,11 +24,6 @@ class ProFLSettings(Table):
     output_norm: bool = setting(
         False, "a batch norm behind each convolution of an output module, so that higher rates do not diverge"
     )
-    growing_start: Literal["shrinking", "previous"] = setting(
-        "shrinking",
-        "the output module that a growing step starts from: that of its step in shrinking, or of the growing step before",
-        case("profl", profl__shrinking=True),
-    )
     stage_rounds: Count = setting(0, "maximum rounds of a step; 0 = num-rounds of the first start / steps", MOVED)
     distil_rounds: Count = setting(5, "rounds of integrating a block into its basic layer; 0 = none")
     distil_lr: Positive = setting(1e-5, "learning rate of these rounds")

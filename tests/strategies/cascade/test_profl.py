@@ -175,27 +175,6 @@ def test_growing_starts_from_what_shrinking_left(whole_run: tuple[RunDir, Record
     assert len(model.network.atoms) == 5
 
 
-def test_growing_may_start_from_the_output_module_of_the_step_before(tmp_path: Path) -> None:
-    """Blocks still start as shrinking left them. Shrinking's output modules are not kept for later."""
-    run_dir = run_local(tmp_path, RecordingGrid, **SMALL | {"profl__growing_start": "previous"})
-    grid = RecordingGrid.last
-    shrunk3, shrunk2, grown2, grown3 = (sent_in(grid, number) for number in (4, 7, 10, 12))
-    after_step1, after_step2 = after(grid, 9), after(grid, 11)
-    assert same(part(grown2, "atoms.2", "atoms.3"), part(shrunk2, "atoms.2", "atoms.3"))
-    assert same(part(grown2, "atoms.6", "head"), part(after_step1, "atoms.6", "head"))
-    assert same(part(grown3, "atoms.4"), part(shrunk3, "atoms.4"))
-    assert same(part(grown3, "head"), part(after_step2, "head"))
-    checkpoint = run_dir.load_checkpoint()
-    assert checkpoint is not None
-    assert not [name for name in checkpoint.kept if name.startswith("step")]
-
-
-def after(grid: RecordingGrid, number: int) -> dict[str, np.ndarray]:
-    """The mean of what clients sent back in a round, each array over the clients that trained it."""
-    replies = [m for m in training(grid.received) if m.metadata.group_id == str(number)]
-    return {name: average(replies, name) for m in replies for name in arrays_of(m)}
-
-
 def test_stopped_anywhere_it_leaves_that_steps_model_and_goes_on(
     tmp_path: Path, whole_run: tuple[RunDir, RecordingGrid]
 ) -> None:
