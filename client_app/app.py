@@ -158,7 +158,9 @@ def too_little(error: Exception, store: Store, client: Client | None) -> Outcome
 
 def answer(message: Message, context: Context, work: Callable[[Client, Task], Answer]) -> Message:
     """Run a task and return the reply. Too little memory, missing frozen units and a missing GPU are normal replies too."""
-    task = Task.from_record(message.content.config_records["task"])
+    record = message.content.config_records["task"]
+    find_trainer(str(record["strategy"]))  # imports it: the task may hold values of the method's own
+    task = Task.from_record(record)
     message_bytes = content_bytes(message.content)
     metrics: Metrics = {"message-bytes": message_bytes}
     client, arrays = None, None

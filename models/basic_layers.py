@@ -9,13 +9,16 @@ that of an LSTM one layer.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Annotated
 
+from pydantic import Field
 from torch import nn
 
 from piecework.models.cascade import Atom, Blueprint, is_bare, norm_layer
+from piecework.models.change import Change, Origin
 from piecework.models.layers import map_size
 from piecework.models.partition import Piece
 
@@ -61,6 +64,18 @@ def without_bare_blocks(blueprint: Blueprint, blocks: Sequence[Piece]) -> list[P
     if not found:
         raise ValueError(f"model {blueprint.name!r}: no atom has parameters, so there are no blocks to train")
     return found
+
+
+@dataclass(frozen=True)
+class BasicLayers(Change):
+    """A basic layer for each block but the first (ProFL)."""
+
+    basic_layers: Annotated[tuple[Piece, ...], Field(min_length=1)]  # the blocks, as atoms
+    basic_norm: bool = False  # a batch norm behind the convolution of each
+
+    def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
+        """Return the model with its basic layers."""
+        return with_basic_layers(model, self.basic_layers, norm=self.basic_norm)
 
 
 def with_basic_layers(blueprint: Blueprint, blocks: Sequence[Piece], *, norm: bool = False) -> Blueprint:

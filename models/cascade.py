@@ -11,13 +11,15 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from piecework.models.dual_norm import DualBatchNorm2d, is_adversarial
+from piecework.models.change import Change, Origin
+from piecework.models.dual_norm import is_adversarial
 from piecework.models.frozen_norm import FrozenBatchNorm2d
 
 Shape = tuple[int, ...]
@@ -167,6 +169,17 @@ def auxiliary_head(shape: Shape, num_classes: int, pool: str) -> nn.Module:
     return nn.Sequential(OrderedDict(pool=pooling, flatten=nn.Flatten(), fc=nn.Linear(features, num_classes)))
 
 
+@dataclass(frozen=True)
+class AuxiliaryPooling(Change):
+    """Another pooling before auxiliary heads (FedProphet)."""
+
+    pooling: Literal["auto", "authors", "none"]
+
+    def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
+        """Return the model with this pooling."""
+        return replace(model, auxiliary_pool=self.pooling)
+
+
 def pooled(z: Tensor) -> Tensor:
     """Return the mean over space of z[B, C, H, W], the mean over tokens of z[B, tokens, F], or z[B, F] unchanged."""
     if z.dim() == 4:
@@ -182,10 +195,8 @@ def num_features(shape: Shape) -> int:
 def norm_layer(channels: int, batch_norm: str) -> nn.Module:
     """Return the norm for a value of `architecture.batch-norm`, or of `architecture.norm` if that is not `batch`.
 
-    `running` and `local` keep running statistics, `batch` always uses those of the batch, and `dual` (for FedRBN) has two sets.
+    `running` and `local` keep running statistics, and `batch` always uses those of the batch.
     """
-    if batch_norm == "dual":
-        return DualBatchNorm2d(channels)
     if batch_norm == "group":
         return group_norm(channels)
     if batch_norm == "frozen":

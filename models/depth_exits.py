@@ -8,13 +8,16 @@ tokens and a linear layer.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from piecework.models.cascade import Atom, Blueprint, Cascade, Shape, norm_layer, num_features, num_logits, pooled
+from piecework.models.change import Change, Origin
 from piecework.models.partition import Piece
 
 EXIT = "exit"  # prefix of an exit's name, followed by the number of its atom, from 0
@@ -66,6 +69,17 @@ class FeatureExit(nn.Module):
         """Return logits[B, classes] for z[B, tokens, F] or z[B, F]."""
         found: Tensor = self.fc(pooled(z))
         return found
+
+
+@dataclass(frozen=True)
+class Exits(Change):
+    """A classifier after each block but the last (DepthFL)."""
+
+    exits: Annotated[tuple[Piece, ...], Field(min_length=1)]  # the blocks, as atoms
+
+    def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
+        """Return the model with its exits."""
+        return with_exits(model, self.exits)
 
 
 def with_exits(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprint:

@@ -5,12 +5,20 @@ FedRBN (Hong et al., "Federated Robustness Propagation", AAAI 2023). A flag of t
 set have the names of the first with the prefix `adversarial_`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from piecework.models.change import Change, Origin
+
+if TYPE_CHECKING:
+    from piecework.models.cascade import Blueprint
 
 PREFIX = "adversarial_"
 STATISTICS = ("running_mean", "running_var")
@@ -18,14 +26,14 @@ COUNT = "num_batches_tracked"
 
 
 class _Dual(_BatchNorm):
-    """Mixin that adds the second set to a batch norm."""
+    """Mixin of a batch norm with a second set."""
 
     adversarial_running_mean: Tensor
     adversarial_running_var: Tensor
     adversarial_num_batches_tracked: Tensor
 
-    def __init__(self, features: int) -> None:
-        super().__init__(features)
+    def add_set(self) -> None:
+        """Add the second set, which is not selected."""
         self.adversarial = False
         for name in (*STATISTICS, COUNT):
             self.register_buffer(PREFIX + name, getattr(self, name).clone())
@@ -57,6 +65,29 @@ class DualBatchNorm2d(_Dual, nn.BatchNorm2d):
 
 class DualBatchNorm1d(_Dual, nn.BatchNorm1d):
     """Dual batch norm of features [B, F]."""
+
+
+@dataclass(frozen=True)
+class DualNorms(Change):
+    """Two sets of statistics in all batch norms (FedRBN)."""
+
+    dual_norms: Literal[True]
+
+    def apply(self, model: "Blueprint", origin: Origin) -> "Blueprint":
+        """Return the model whose batch norms have two sets."""
+        atoms = tuple(replace(atom, build=partial(with_two_sets, atom.build)) for atom in model.atoms)
+        return replace(model, atoms=atoms, build_head=partial(with_two_sets, model.build_head))
+
+
+def with_two_sets(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a module whose batch norms have two sets of statistics."""
+    module = build()
+    for norm in module.modules():
+        if isinstance(norm, _BatchNorm):
+            norm.__class__ = DualBatchNorm1d if isinstance(norm, nn.BatchNorm1d) else DualBatchNorm2d
+            assert isinstance(norm, _Dual)
+            norm.add_set()
+    return module
 
 
 def dual_norms(modules: Iterable[nn.Module]) -> Iterator[_Dual]:

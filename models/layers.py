@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from piecework.device_profiles.names import did_you_mean
 from piecework.models.cascade import Shape, group_norm
-from piecework.models.dual_norm import DualBatchNorm1d
 from piecework.models.frozen_norm import FrozenBatchNorm1d
 
 
@@ -33,8 +32,6 @@ def pooled_linear(channels: int, num_classes: int) -> nn.Sequential:
 
 def norm_layer_1d(features: int, batch_norm: str) -> nn.Module:
     """Return the norm after a linear layer for the same values as `norm_layer` of models/cascade.py, which is that of maps."""
-    if batch_norm == "dual":
-        return DualBatchNorm1d(features)
     if batch_norm == "group":
         return group_norm(features)
     if batch_norm == "frozen":

@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from piecework.models.cascade import Atom, Blueprint
+from piecework.models.change import Change, Origin
 from piecework.models.lstm import Lstm
 from piecework.models.preresnet import PreActivationBlock
 from piecework.models.resnet import BasicBlock
@@ -136,6 +139,18 @@ class LowRankLSTM(nn.Module):
             h = o.sigmoid() * c.tanh()
             out.append(h)
         return torch.stack(out, 1), None
+
+
+@dataclass(frozen=True)
+class LowRank(Change):
+    """A fraction of the rank of factorised layers (PriSM)."""
+
+    keep: Annotated[float, Field(gt=0, le=1)]  # this fraction
+    channels: Literal["first", "random", "all"] = "first"  # the output channels that they compute
+
+    def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
+        """Return the sub-model."""
+        return low_rank(model, self.keep, narrow=self.channels != "all", scattered=self.channels == "random")
 
 
 def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattered: bool = False) -> Blueprint:

@@ -14,7 +14,7 @@ With `clamped = false` thresholds may leave [0, 1].
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from piecework.models.cascade import Atom, Blueprint, Shape
+from piecework.models.change import Change, Origin
 
 StraightThrough = Literal["paper", "flowing", "clipped"]
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
@@ -187,6 +188,19 @@ class SilentNorm1d(nn.BatchNorm1d, Silent):
     def forward(self, z: Tensor) -> Tensor:
         """Return the output for z[B, F]."""
         return self.silenced(super().forward(z))
+
+
+@dataclass(frozen=True)
+class Masks(Change):
+    """Filters that are pruned below a learned threshold (SpaFL)."""
+
+    thresholds: StraightThrough  # have this gradient
+    silent: bool = True  # biases and norms of pruned filters are pruned too
+    clamped: bool = True  # thresholds stay in [0, 1]
+
+    def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
+        """Return the model with thresholds."""
+        return masked(model, self.thresholds, silent=self.silent, clamped=self.clamped)
 
 
 def masked(

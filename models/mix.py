@@ -11,13 +11,16 @@ all convolutions and linear layers but the last one are divided by a, as in Hete
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
 
 import torch
+from pydantic import FailFast, Field
 from torch import Tensor, nn
 
 from piecework.models.cascade import Atom, Blueprint, Shape
+from piecework.models.change import Change, Origin
 from piecework.models.depth_exits import mean_logits
 from piecework.models.layers import divide_output
 
@@ -57,6 +60,21 @@ class MixedHead(nn.ModuleDict):
 def parts(z: Tensor, nets: int) -> tuple[Tensor, ...]:
     """Split z into the features of each net."""
     return z.chunk(nets, dim=1 if z.dim() == 4 else -1)
+
+
+NetNumber = Annotated[int, Field(ge=0, lt=MOST_NETS)]
+
+
+@dataclass(frozen=True)
+class Mix(Change):
+    """Narrow nets side by side, each as wide as the variant (SplitMix)."""
+
+    nets: Annotated[tuple[NetNumber, ...], Field(min_length=1, max_length=MOST_NETS), FailFast()]  # their numbers
+    scaler: bool = False  # rescales them
+
+    def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
+        """Return the ensemble of nets, each built as `model`."""
+        return mixed(model, self.nets, origin.width if self.scaler else 1.0)
 
 
 def mixed(base: Blueprint, nets: Sequence[int], ratio: float = 1.0) -> Blueprint:

@@ -6,17 +6,21 @@ ones.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from piecework.models.cascade import Blueprint
+from piecework.models.change import Change, Origin
 
 Channels = Mapping[float, int]  # by width ratio
+MOST_RATIOS = 100  # nets within a net, each of which is built
 
 
 class _Nested(_BatchNorm):
@@ -56,6 +60,17 @@ class NestedBatchNorm1d(_Nested, nn.BatchNorm1d):
 def own_name(kind: str, ratio: float) -> str:
     """Return the name of a norm's array for a width ratio: `weight` or `bias` for the ratio 1, `weight_0_5` for 0.5."""
     return kind if ratio == 1 else f"{kind}_{ratio!r}".replace(".", "_")
+
+
+@dataclass(frozen=True)
+class NestedNorms(Change):
+    """Batch norms with parameters of each net within this one (FjORD)."""
+
+    nested_norms: Annotated[tuple[float, ...], Field(min_length=1, max_length=MOST_RATIOS)]  # the nets' width ratios
+
+    def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
+        """Return the model with the norms of these nets."""
+        return with_nested_norms(model, origin.width, {ratio: origin.at_width(ratio) for ratio in self.nested_norms})
 
 
 def with_nested_norms(model: Blueprint, ratio: float, nets: Mapping[float, Blueprint]) -> Blueprint:

@@ -7,15 +7,16 @@ In training every forward pass draws new masks; in evaluation they are fixed by 
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from piecework.models.cascade import Atom, Blueprint, isolated_rng
+from piecework.models.change import Change, Origin
 
 
 class DrawnMask(torch.autograd.Function):
@@ -85,6 +86,18 @@ class ScoredLinear(nn.Linear, Scored):
         """Return the output for z[..., F]."""
         drawn = self.drawn()
         return nn.functional.linear(z, drawn["weight"], drawn.get("bias"))
+
+
+@dataclass(frozen=True)
+class Supermask(Change):
+    """Frozen random weights that are masked by trained scores (FedPM)."""
+
+    scores: Literal["paper", "authors"]  # have this gradient
+    seed: int = 0  # from which the weights are drawn
+
+    def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
+        """Return the model with scores."""
+        return supermask(model, self.seed, by_authors=self.scores == "authors")
 
 
 def supermask(blueprint: Blueprint, seed: int, *, by_authors: bool = False) -> Blueprint:

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, TypeAdapter
 
+from piecework.models.kinds import plain
 from piecework.models.partition import Piece
-from piecework.models.variant import Variant, plain
+from piecework.models.variant import Variant
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ MODELS: dict[str, Callable[..., Blueprint]] = {
     "vit": vit,
 }
 TOKEN_MODELS = {"lstm-imdb"}  # they read int64 tokens [B, length]; all others read images
-BATCH_NORMS = ("running", "batch", "local", "group", "frozen")  # kinds of norm in training; only FedRBN uses `dual`
+BATCH_NORMS = ("running", "batch", "local", "group", "frozen")  # kinds of norm in training
 COMMON = ("num_classes", "input_shape", "width", "batch_norm")
 
 USUAL_INPUTS: dict[str, tuple[Shape, int]] = {
@@ -66,8 +66,7 @@ def build_blueprint(
     `options` are the model's own (see `model_options`). Their values may be strings, as in a setting.
     """
     require_one_of("model", name, tuple(MODELS))
-    if batch_norm != "dual":
-        require_one_of("architecture.batch-norm", batch_norm, BATCH_NORMS)
+    require_one_of("architecture.batch-norm", batch_norm, BATCH_NORMS)
     shape = tuple(input_shape)
     _require_shape(name, shape)
     if num_classes < 1 or width <= 0:

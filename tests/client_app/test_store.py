@@ -22,6 +22,7 @@ from torch import nn
 from piecework.client_app import file_lock
 from piecework.client_app.local_norms import lay, spread
 from piecework.client_app.store import FeatureWriter, Store
+from piecework.models.mix import Mix
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.server_app.local_grid import LocalGrid, identify
@@ -452,7 +453,7 @@ def test_a_task_round_trips() -> None:
 
 
 def test_a_task_carries_the_network_and_whether_it_is_attacked() -> None:
-    narrow = replace(TASK, variant=Variant(width=0.5, nets=(0, 3)), adversarial=True)
+    narrow = replace(TASK, variant=Variant(width=0.5, changes=(Mix((0, 3)),)), adversarial=True)
     assert narrow.to_record()["variant"] == '{"width":0.5,"nets":[0,3]}'
     assert Task.from_record(narrow.to_record()) == narrow
 

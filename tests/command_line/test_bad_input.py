@@ -15,8 +15,9 @@ from piecework.commands.options import assignment, settings_from
 from piecework.device_profiles.documents import DEEPEST, read_json, read_toml, shown
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.fleet_file import FleetError
-from piecework.models.mix import MOST_NETS
-from piecework.models.variant import MOST_RATIOS, Variant
+from piecework.models.mix import MOST_NETS, Mix
+from piecework.models.nested_norms import MOST_RATIOS
+from piecework.models.variant import Variant
 from piecework.server_app.run_lock import killed_writer
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.settings import table as settings_table
@@ -135,7 +136,7 @@ def test_a_device_beyond_all_measure(key: str, value: Any) -> None:
 
 def test_the_number_of_nets_and_of_fractions_is_bounded() -> None:
     """Each is built and traced: 10^5 took a minute, or all memory."""
-    assert Variant.from_values({"nets": list(range(MOST_NETS))}).nets[-1] == MOST_NETS - 1
+    assert Variant.from_values({"nets": list(range(MOST_NETS))}).find(Mix).nets[-1] == MOST_NETS - 1
     for values in ({"nets": [0] * (MOST_NETS + 1)}, {"nets": [10**400]}, {"nets": [-1]}, {"nested_norms": [0.5] * 101}):
         with pytest.raises(
             ValueError, match=r"at most 100 items|less than 100|greater than or equal to 0|valid integer"

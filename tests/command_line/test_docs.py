@@ -57,7 +57,7 @@ def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
     assert [device.name for device in load_fleet(str(tmp_path / "mine.toml")).devices] == ["pi"]
 
 
-MODULES = ("my_fedprox", "my_half", "my_model", "my_data", "run_all")
+MODULES = ("my_fedprox", "my_half", "my_smooth", "my_model", "my_data", "run_all")
 FEDPROX = "my_fedprox:FedProx"
 
 
@@ -151,6 +151,14 @@ def test_a_model_reshaped_by_a_policy_is_the_narrower_model(tmp_path: Path, page
         assert found[0] == found[1] < found[2]
     sizes = [sum(p.numel() for p in piecework.load(run.path).parameters()) for run in (half, narrow)]
     assert sizes[0] == sizes[1]
+
+
+def test_a_change_of_ones_own_reaches_clients_and_the_model_file(tmp_path: Path, page: Path) -> None:
+    run = run_local(tmp_path, strategy="my_smooth:SmoothAvg", fleet="unlimited", **TRIO)
+    assert all(client["status"] == "ok" for client in clients_of(run))
+    kinds = {type(layer).__name__ for layer in piecework.load(run.path).modules()}
+    assert "GELU" in kinds
+    assert "ReLU" not in kinds
 
 
 def split_at(text: str, *starts: str) -> list[str]:

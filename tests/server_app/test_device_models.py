@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from piecework.models.basic_layers import blocks_of
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
-from piecework.models.mix import net_of
+from piecework.models.depth_exits import Exits
+from piecework.models.mix import Mix, net_of
 from piecework.models.static_norms import with_statistics
 from piecework.models.variant import Variant, vary
 from piecework.models.width import Select, ordered, rolling, shapes, sub_indices, take
@@ -115,7 +116,7 @@ def test_a_device_runs_as_many_base_nets_as_it_trains(tmp_path: Path) -> None:
     counts = [max(len(nets) for nets in record["nets"].values()) for record in run.rounds()]
     assert set(counts) == {3}
     for name, count, clients in (("3 base nets", 3, 2), ("a base net", 1, 1)):
-        mix = vary(FULL, Variant(width=0.25, nets=tuple(range(count)), scaler=True))
+        mix = vary(FULL, Variant(width=0.25, changes=(Mix(tuple(range(count)), scaler=True),)))
         arrays = {key: value for key, value in trained.items() if net_of(key) < count}
         expected[name] = {"accuracy": accuracy(filled(mix, arrays)), "clients": clients}
     assert run.models() == expected
@@ -126,7 +127,7 @@ def test_a_device_runs_the_blocks_that_it_trains(tmp_path: Path) -> None:
     fleet = fleet_json(rich=1.8, some=1.3, none=0.2)
     run = run_local(tmp_path, **RUN | {"strategy": "depthfl", "fleet": fleet})
     depths, expected = run.rounds()[-1]["depths"], {}
-    model = vary(FULL, Variant(exits=tuple(blocks_of(FULL))))
+    model = vary(FULL, Variant(changes=(Exits(tuple(blocks_of(FULL))),)))
     for client, depth in sorted(depths.items()):
         body = [atom for block in blocks_of(FULL)[:depth] for atom in block]
         exits = [len(FULL.atoms) + number for number in range(depth - 1)]

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from piecework.client_app.client import Client, Update
 from piecework.models.cascade import Blueprint
-from piecework.models.depth_exits import exits_of, mean_logits
+from piecework.models.depth_exits import Exits, exits_of, mean_logits
 from piecework.models.partition import Piece, fits
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
@@ -75,7 +75,7 @@ class ExitsModel(PieceModel):
 
 def item_of_depth(blueprint: Blueprint, variant: Variant, depth: int) -> WorkItem:
     """Return the work item of the first `depth` blocks and the exits behind them; the exit of the deepest block is the head."""
-    exits, blocks = exits_of(blueprint), variant.exits
+    exits, blocks = exits_of(blueprint), variant.find(Exits).exits
     body = [atom for block in blocks[:depth] for atom in block]
     before = [exits[block[-1]] for block in blocks[: depth - 1]]
     head = "head" if depth == len(blocks) else f"atoms.{exits[blocks[depth - 1][-1]]}"

@@ -26,6 +26,7 @@ from flwr.app import Array, ArrayRecord
 from piecework.federation.aggregation import CheckedUpdate
 from piecework.models.basic_layers import blocks_of
 from piecework.models.cascade import parameter_names, unit_of
+from piecework.models.depth_exits import Exits
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
@@ -61,7 +62,7 @@ class DepthFLCut(Cut):
     @property
     def variant(self) -> Variant:
         """The run's model with an exit after each block."""
-        return Variant(exits=tuple(self.blocks))
+        return Variant(changes=(Exits(tuple(self.blocks)),))
 
     def depth(self, depth: int) -> WorkItem:
         """Return the work item that trains the first `depth` blocks with their exits."""

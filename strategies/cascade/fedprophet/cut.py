@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from piecework.device_profiles.profile import DeviceState
-from piecework.models.cascade import Blueprint
+from piecework.models.cascade import AuxiliaryPooling, Blueprint
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import AtomTooLargeError, Piece, atom_names, greedy_partition
 from piecework.models.variant import Variant
@@ -80,7 +80,8 @@ class FedProphetCut(Cut):
     @property
     def variant(self) -> Variant:
         """The run's model with the pooling before its auxiliary heads."""
-        return Variant(pooling=self.own.aux_pool)
+        pooling = self.own.aux_pool
+        return Variant(changes=(AuxiliaryPooling(pooling),) if pooling != self.blueprint.auxiliary_pool else ())
 
     def item(self, atoms: Piece) -> WorkItem:
         """Return the work item that trains these atoms with their auxiliary head, or at the end with the model's own head."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from piecework.client_app.client import Client, Update
 from piecework.client_app.features import measure_statistics, prefix_features, teacher_logits
 from piecework.client_app.validation import behind, evaluate_cascade
-from piecework.models.basic_layers import cascade_at, step_atoms, student_atoms
+from piecework.models.basic_layers import BasicLayers, cascade_at, step_atoms, student_atoms
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, runs
 from piecework.models.work_item import WorkItem
@@ -52,9 +52,14 @@ class ProFLTaskConfig(TaskConfig):
     doing: str
 
 
+def blocks_of(task: Task) -> tuple[Piece, ...]:
+    """Return the blocks of the model, for which its variant has basic layers."""
+    return task.variant.find(BasicLayers).basic_layers
+
+
 def frozen_atoms(task: Task) -> Piece:
     """Return the atoms of the frozen blocks before block t."""
-    return tuple(atom for block in task.variant.basic_layers[: ProFLTaskConfig.of(task).step - 1] for atom in block)
+    return tuple(atom for block in blocks_of(task)[: ProFLTaskConfig.of(task).step - 1] for atom in block)
 
 
 def train(task: Task, client: Client) -> Update:
@@ -62,7 +67,7 @@ def train(task: Task, client: Client) -> Update:
 
     Raises MemoryBudgetExceededError if not even theta_L fits, or the map's student, or the measurement.
     """
-    task_config, blocks = ProFLTaskConfig.of(task), task.variant.basic_layers
+    task_config, blocks = ProFLTaskConfig.of(task), blocks_of(task)
     if task_config.doing == "statistics":
         return measure(task, client, frozen_atoms(task))
     atoms = step_atoms(client.blueprint, blocks, task_config.step)
@@ -96,7 +101,7 @@ def measure(task: Task, client: Client, atoms: Piece) -> Update:
 
 def integrate(task: Task, client: Client, t: int, z: Examples) -> Update:
     """Run the map of block t: train its basic layer to replace it, on z_{t-1}."""
-    blocks = task.variant.basic_layers
+    blocks = blocks_of(task)
     student = student_atoms(client.blueprint, t)
     teacher = teacher_logits(client, [(atom,) for atom in step_atoms(client.blueprint, blocks, t)], z)
     trained = learners(student, t == len(blocks))
@@ -162,7 +167,7 @@ def require(task: Task, client: Client, item: WorkItem, doing: str) -> None:
 
 def evaluated_atoms(blueprint: Blueprint, task: Task) -> Piece:
     """Return the atoms of the step's model, which clients evaluate with the head."""
-    task_config, blocks = ProFLTaskConfig.of(task), task.variant.basic_layers
+    task_config, blocks = ProFLTaskConfig.of(task), blocks_of(task)
     return tuple(cascade_at(blueprint, blocks, task_config.step - (task_config.doing == "map")))
 
 

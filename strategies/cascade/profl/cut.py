@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from piecework.device_profiles.profile import allowance
 from piecework.models.basic_layers import (
+    BasicLayers,
     basic_atoms,
     blocks_of,
     cascade_at,
@@ -82,7 +83,7 @@ class ProFLCut(Cut):
     @property
     def variant(self) -> Variant:
         """The run's model with basic layers in addition to its blocks."""
-        return Variant(basic_layers=tuple(self.blocks), basic_norm=self.own.output_norm)
+        return Variant(changes=(BasicLayers(tuple(self.blocks), self.own.output_norm),))
 
     def by_budget(self, budget: int) -> list[Piece]:
         """Return the largest blocks that can be trained with their output modules within a budget (bytes).

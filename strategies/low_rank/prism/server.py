@@ -58,7 +58,7 @@ from piecework.federation.aggregation import CheckedUpdate, updated
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.kernels import Sampling, compose, decompose, effective_rank, inclusion, sample
-from piecework.models.low_rank import Factors, computed, factors, is_place, norms
+from piecework.models.low_rank import Factors, LowRank, computed, factors, is_place, norms
 from piecework.models.variant import Variant, vary
 from piecework.models.width import Indices, shapes, take
 from piecework.models.work_item import WorkItem
@@ -98,7 +98,7 @@ class PriSMCut(HeteroFLCut):
 
     def factorised(self, keep: float) -> Variant:
         """Return the variant that keeps this fraction of the kernels (1 = all)."""
-        return Variant(keep=keep, channels=self.channels_computed)
+        return Variant(changes=(LowRank(keep, self.channels_computed),))
 
     @property
     def channels_computed(self) -> Literal["first", "random", "all"]:
@@ -114,14 +114,15 @@ class PriSMCut(HeteroFLCut):
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return all of a sub-model, with the regulariser of Eq. 6 in its loss."""
+        keep = item.variant.find(LowRank).keep
         return Part(
             self.models[self.levels[item.variant]],
             item.atoms,
             make_loss=low_rank_loss(self.settings.training.weight_decay),
-            name=f"sub-model {item.variant.keep:.4g}",
+            name=f"sub-model {keep:.4g}",
             piece_class=LowRankModel,
             # sub-models compute the first channels, the same in all rounds, or others, which reach all in time
-            channels=item.variant.keep if self.channels_computed == "first" else 1.0,
+            channels=keep if self.channels_computed == "first" else 1.0,
         )
 
 
@@ -370,7 +371,7 @@ class PriSM(HeteroFL):
 
         `drawn` is the mean number of clients per kernel in each tenth of the kernels, largest singular values first.
         """
-        keeps = {str(client): each.task.variant.keep for client, each in current.assigned.items()}
+        keeps = {str(client): each.task.variant.find(LowRank).keep for client, each in current.assigned.items()}
         counts = {layer.weight: np.zeros(self.full[layer.v][0]) for layer in self.factors}
         for each in current.assigned.values():
             for name, kernels in each.assignment.memo.kernels.items():

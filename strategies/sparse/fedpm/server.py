@@ -21,6 +21,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
+from piecework.models.supermask import Supermask
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
@@ -48,7 +49,8 @@ class FedPMCut(Cut):
     @property
     def variant(self) -> Variant:
         """The run's model with a score for each weight."""
-        return Variant(scores=self.settings.of(FedPMSettings).straight_through, seed=self.settings.seed)
+        gradient = self.settings.of(FedPMSettings).straight_through
+        return Variant(changes=(Supermask(gradient, self.settings.seed),))
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the part that trains all scores of the model."""

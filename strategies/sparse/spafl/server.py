@@ -32,7 +32,7 @@ from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError,
 from piecework.federation.reports import ClientReport
 from piecework.models.compact import layout
 from piecework.models.layer_statistics import Layer, layer_statistics
-from piecework.models.masked import thresholds
+from piecework.models.masked import Masks, thresholds
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context, everything, nothing
@@ -62,7 +62,7 @@ class SpaFLCut(Cut):
     def variant(self) -> Variant:
         """The run's model with thresholds."""
         own = self.settings.of(SpaFLSettings)
-        return Variant(thresholds=own.straight_through, silent=own.silent_norms, clamped=own.clamp_thresholds)
+        return Variant(changes=(Masks(own.straight_through, own.silent_norms, own.clamp_thresholds),))
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the masked model. Raises ValueError if no layer can be masked."""

@@ -31,7 +31,7 @@ from flwr.app import Array, ArrayRecord
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, WeightedMean, require_all, updated
 from piecework.models.cascade import has_statistics
-from piecework.models.dual_norm import COUNT, PREFIX, STATISTICS, begin_adversarial, is_adversarial
+from piecework.models.dual_norm import COUNT, PREFIX, STATISTICS, DualNorms, begin_adversarial, is_adversarial
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
@@ -64,7 +64,7 @@ class FedRBNCut(Cut):
     @property
     def variant(self) -> Variant:
         """The model whose batch norms have two sets of statistics."""
-        return Variant(dual_norms=True)
+        return Variant(changes=(DualNorms(True),))
 
     def require_model(self) -> None:
         """Raise ValueError if the model has no batch norms with running statistics, or no round is adversarial."""

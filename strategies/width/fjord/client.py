@@ -24,6 +24,7 @@ from piecework.client_app.client import Client, Update
 from piecework.client_app.whole import train_whole
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
+from piecework.models.nested_norms import NestedNorms
 from piecework.models.variant import Variant, vary
 from piecework.models.width import Indices, ordered, shapes, sub_indices
 from piecework.strategies.width.heterofl import client as heterofl
@@ -146,7 +147,9 @@ def train(task: Task, client: Client) -> Update:
 
 def within(variant: Variant, ratio: float) -> Variant:
     """Return the variant of the net of a width ratio within another net."""
-    return replace(variant, width=ratio, nested_norms=tuple(r for r in variant.nested_norms if r <= ratio))
+    norms = (change for change in variant.changes if isinstance(change, NestedNorms))
+    changes = tuple(NestedNorms(tuple(r for r in each.nested_norms if r <= ratio)) for each in norms)
+    return replace(variant, width=ratio, changes=changes)
 
 
 def evaluate(task: Task, client: Client) -> Metrics:

@@ -20,6 +20,8 @@ from typing import Any
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint
+from piecework.models.change import Change
+from piecework.models.nested_norms import NestedNorms
 from piecework.models.static_norms import has_batch_norms
 from piecework.models.variant import Variant, vary
 from piecework.models.width import require_parts
@@ -58,16 +60,21 @@ class FjORDCut(HeteroFLCut):
         """Whether the nets have batch norms, with parameters of their own."""
         return self.settings.of(FjORDSettings).norms == "separate" and has_batch_norms(self.blueprint)
 
+    def norms(self, nets: list[float]) -> tuple[Change, ...]:
+        """Return the change that gives the nets of these ratios norms of their own, if they have any."""
+        return (NestedNorms(tuple(nets)),) if self.separate else ()
+
     @property
     def variant(self) -> Variant:
         """The run's model, with the norms of all nets."""
-        nets = tuple(self.ratios) if self.separate else ()
-        return replace(super().variant_of(0), width=1.0, nested_norms=nets) if nets else Variant()
+        return (
+            replace(super().variant_of(0), width=1.0, changes=self.norms(self.ratios)) if self.separate else Variant()
+        )
 
     def variant_of(self, level: int) -> Variant:
         """Return the variant of ratio number `level`, with the norms of the nets that are trained within it."""
-        nets = self.ratios[level : level + 1 + self.nested(level)] if self.separate else ()
-        return replace(super().variant_of(level), nested_norms=tuple(nets))
+        nets = self.ratios[level : level + 1 + self.nested(level)]
+        return replace(super().variant_of(level), changes=self.norms(nets))
 
     @property
     def distils(self) -> bool:

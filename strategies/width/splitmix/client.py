@@ -9,7 +9,8 @@ from torch import Tensor
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.whole import train_whole
-from piecework.models.mix import MixedHead
+from piecework.models.mix import Mix, MixedHead
+from piecework.models.variant import Variant
 from piecework.training.attacks import Loss
 from piecework.training.loop import PieceModel, classification_loss
 from piecework.training.messages import Task
@@ -27,9 +28,14 @@ def mixed_loss(pieces: list[PieceModel]) -> Loss:
     return loss
 
 
+def nets_of(variant: Variant) -> tuple[int, ...]:
+    """Return the numbers of a variant's base nets."""
+    return variant.find(Mix).nets
+
+
 def train(task: Task, client: Client) -> Update:
     """Train the task's nets. Raises MemoryBudgetExceededError if they do not fit."""
-    nets = task.variant.nets
+    nets = nets_of(task.variant)
     update = train_whole(task, client, mixed_loss)
     loss = update.metrics["train-loss"]
     assert isinstance(loss, float)

@@ -22,7 +22,7 @@ from flwr.app import ArrayRecord
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import Blueprint
-from piecework.models.mix import net_of
+from piecework.models.mix import Mix, net_of
 from piecework.models.variant import Variant, vary
 from piecework.models.width import require_narrower
 from piecework.models.work_item import WorkItem
@@ -31,7 +31,7 @@ from piecework.planning.cut import Cut, Stage
 from piecework.planning.part import Part
 from piecework.strategies.method import Method, Round
 from piecework.strategies.serving import DeviceModel, Serving
-from piecework.strategies.width.splitmix.client import mixed_loss
+from piecework.strategies.width.splitmix.client import mixed_loss, nets_of
 from piecework.strategies.width.splitmix.settings import SplitMixSettings
 from piecework.training.capabilities import Refusal
 from piecework.training.methods import METHODS
@@ -59,7 +59,7 @@ class SplitMixCut(Cut):
     def variant_of(self, nets: Iterable[int]) -> Variant:
         """Return the variant of the base nets with these numbers."""
         own = self.settings.of(SplitMixSettings)
-        return Variant(width=own.width_ratio, nets=tuple(nets), scaler=own.scaler)
+        return Variant(width=own.width_ratio, changes=(Mix(tuple(nets), own.scaler),))
 
     @cached_property
     def mixes(self) -> list[Blueprint]:
@@ -69,11 +69,11 @@ class SplitMixCut(Cut):
     def mix(self, nets: Iterable[int]) -> WorkItem:
         """Return the work item of some base nets. Its memory cost depends only on their number."""
         variant = self.variant_of(nets)
-        return WorkItem(tuple(range(len(self.mixes[len(variant.nets) - 1].atoms))), variant=variant)
+        return WorkItem(tuple(range(len(self.mixes[len(nets_of(variant)) - 1].atoms))), variant=variant)
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the base nets of a work item."""
-        count = len(item.variant.nets)
+        count = len(nets_of(item.variant))
         return Part(self.mixes[count - 1], item.atoms, make_loss=mixed_loss, name=counted(count))
 
     def nets(self, allowed: int) -> int:
@@ -175,4 +175,4 @@ class SplitMix(Method):
 
     def details(self, current: Round) -> dict[str, Any]:
         """Return the numbers of each client's nets for the round record."""
-        return {"nets": {str(client): list(each.task.variant.nets) for client, each in current.assigned.items()}}
+        return {"nets": {str(client): list(nets_of(each.task.variant)) for client, each in current.assigned.items()}}

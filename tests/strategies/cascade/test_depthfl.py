@@ -15,7 +15,7 @@ from piecework import load
 from piecework.commands.options import read_preset
 from piecework.models.basic_layers import blocks_of
 from piecework.models.cascade import num_logits, unit_of
-from piecework.models.depth_exits import ExitCascade, exits_of, with_exits
+from piecework.models.depth_exits import ExitCascade, Exits, exits_of, with_exits
 from piecework.models.variant import Variant
 from piecework.models.zoo import MODELS, build_blueprint
 from piecework.planning.costs import cost_model_for
@@ -93,7 +93,9 @@ def test_exits_of_resnet18() -> None:
     first = separable(64, 64) + 2 * 64 + separable(64, 128) + separable(128, 256) + separable(256, 512) + 5130
     built = model.build_unit(f"atoms.{len(resnet.atoms)}")
     assert sum(p.numel() for p in built.parameters()) == first
-    assert [item_of_depth(model, Variant(exits=tuple(blocks_of(resnet))), d).head for d in (1, 2, 3, 4)] == [
+    assert [
+        item_of_depth(model, Variant(changes=(Exits(tuple(blocks_of(resnet))),)), d).head for d in (1, 2, 3, 4)
+    ] == [
         *(f"atoms.{len(resnet.atoms) + n}" for n in range(3)),
         "head",
     ]

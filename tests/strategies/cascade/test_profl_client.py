@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from piecework.client_app.features import _mixed, prefix_features, teacher_logits
 from piecework.client_app.validation import evaluate_whole
 from piecework.device_profiles.memory import MemoryBudgetExceededError
-from piecework.models.basic_layers import blocks_of, cascade_at, step_atoms, with_basic_layers
+from piecework.models.basic_layers import BasicLayers, blocks_of, cascade_at, step_atoms, with_basic_layers
 from piecework.models.cascade import unit_of
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
@@ -38,7 +38,7 @@ def a_profl_client(folder: Path, allowed: int = 10**9) -> tuple[Any, Any]:
 
 
 def a_task(t: int, doing: str = "growing") -> Task:
-    variant = Variant(basic_layers=tuple(blocks_of(a_blueprint())))
+    variant = Variant(changes=(BasicLayers(tuple(blocks_of(a_blueprint()))),))
     return Task(
         *("experiment", 1, 0, "profl", 10**9, 10**6, 0.05, ""),
         variant=variant,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,16 @@ from helpers import (
     tiny_settings,
     training,
 )
+from torch import nn
 from torch.nn import functional as F
 
 from piecework import load
 from piecework.client_app.client import Client
 from piecework.federated_data.datasets import default_cache, prepare
 from piecework.federation.public_data import public_examples
-from piecework.models.dual_norm import DualBatchNorm1d, DualBatchNorm2d, begin_adversarial, is_adversarial, use
-from piecework.models.zoo import build_blueprint
+from piecework.models.cascade import Blueprint
+from piecework.models.dual_norm import DualNorms, begin_adversarial, is_adversarial, use, with_two_sets
+from piecework.models.variant import Variant, vary
 from piecework.planning.costs import cost_model_for
 from piecework.planning.part import Part
 from piecework.plans.plan import make_plan
@@ -95,7 +98,7 @@ def two_rounds(
 
 
 def test_each_set_takes_note_of_its_own_examples() -> None:
-    norm = DualBatchNorm1d(1)
+    norm: Any = with_two_sets(partial(nn.BatchNorm1d, 1))
     norm(torch.tensor([[1.0], [3.0]]))
     assert (norm.running_mean.item(), norm.running_var.item()) == pytest.approx((0.2, 0.9 + 0.1 * 2))
     assert (norm.adversarial_running_mean.item(), norm.adversarial_running_var.item()) == (0.0, 1.0)
@@ -112,7 +115,7 @@ def test_each_set_takes_note_of_its_own_examples() -> None:
 
 
 def test_what_was_never_used_begins_as_the_clean_set() -> None:
-    norm = DualBatchNorm2d(2)
+    norm: Any = with_two_sets(partial(nn.BatchNorm2d, 2))
     norm(torch.rand(4, 2, 3, 3))
     begin_adversarial([norm])
     assert torch.equal(norm.adversarial_running_mean, norm.running_mean)
@@ -127,8 +130,12 @@ def test_what_was_never_used_begins_as_the_clean_set() -> None:
 # ---- a step
 
 
+def a_dual_blueprint() -> Blueprint:
+    return vary(a_blueprint(batch_norm="running"), Variant(changes=(DualNorms(True),)))
+
+
 def a_piece(weight: float) -> Any:
-    blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="dual")
+    blueprint = a_dual_blueprint()
     torch.manual_seed(0)
     return learner(weight)(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)
 
@@ -324,9 +331,8 @@ def test_losses_of_clients_are_of_both_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory_model", ["fedepth", "prism", "profl", "fedprophet"])
 def test_papers_count_both_sets_as_one_batch_norm(memory_model: str) -> None:
     costs = []
-    for norms in ("running", "dual"):
+    for blueprint in (a_blueprint(batch_norm="running"), a_dual_blueprint()):
         settings = tiny_settings(**SMALL | {"memory__model": memory_model, "training__batch_size": 4})
-        blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm=norms)
         costs.append(cost_model_for(settings, blueprint).bytes(Part(blueprint, tuple(range(len(blueprint.atoms))))))
     assert costs[0] == costs[1]
 
@@ -374,7 +380,7 @@ def test_plain_clients_stay_plain_with_any_settings(tmp_path: Path, one_round: t
 
 
 def test_a_detector_chooses_image_by_image() -> None:
-    blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="dual")
+    blueprint = a_dual_blueprint()
     torch.manual_seed(0)
     piece = DetectingPiece(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)
     use(piece.units().values(), adversarial=True)
@@ -394,7 +400,7 @@ def test_a_detector_learns_what_attacks_look_like() -> None:
     )
     prepare("digits", data_dir="", cache_dir=default_cache())
     public = public_examples(settings)
-    blueprint = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="dual")
+    blueprint = a_dual_blueprint()
     torch.manual_seed(0)
     piece = DetectingPiece(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)
     piece.train(False)

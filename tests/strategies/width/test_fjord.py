@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from piecework import load
 from piecework.models.cascade import isolated_rng
 from piecework.models.channels import channel_axes
+from piecework.models.nested_norms import NestedNorms
 from piecework.models.static_norms import is_statistic
 from piecework.models.variant import Variant, vary
 from piecework.models.width import ordered, shapes, sub_indices, take
@@ -45,8 +46,8 @@ def test_a_narrow_net_is_made_of_the_first_channels(
 ) -> None:
     """Its logits are those of a model of that width with these weights and its own norms; gradients reach nothing else."""
     model = build_blueprint(name, num_classes=10, input_shape=shape, width=0.25, batch_norm="batch")
-    full = vary(model, Variant(nested_norms=norms, rounding="up"))
-    half = vary(model, Variant(width=0.5, nested_norms=norms[1:], rounding="up"))
+    full = vary(model, Variant(rounding="up", changes=(NestedNorms(norms),)))
+    half = vary(model, Variant(width=0.5, rounding="up", changes=(NestedNorms(norms[1:]),)))
     with isolated_rng(4):
         piece = PieceModel(full, range(len(full.atoms)), "head", full.build_unit)
         z, y = torch.randn(6, *shape), torch.arange(6)
@@ -203,7 +204,7 @@ def test_prices_are_what_the_step_takes_that_takes_most(tmp_path: Path, model: s
 def test_nested_norms_keep_no_running_statistics() -> None:
     model = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="running")
     with pytest.raises(ValueError, match="batch_norm = 'running': nested nets have different statistics"):
-        vary(model, Variant(width=0.5, nested_norms=(0.5,)))
+        vary(model, Variant(width=0.5, changes=(NestedNorms((0.5,)),)))
 
 
 def test_running_statistics_are_refused(tmp_path: Path) -> None:
