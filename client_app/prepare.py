@@ -60,7 +60,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     number = int(context.node_config["partition-id"])
     clients = settings.clients or int(context.node_config["num-partitions"])
     free_disk(settings, context, store)
-    old_state = store.newest_state(task.state_round, task.void)
+    old_state = store.newest_state(task.state_round, task.discarded_rounds)
     unpack(content, store.write_units)
     frozen.forget_others(store.frozen, set(task.frozen.values()))
     frozen.lay(store.frozen, task.frozen, store.model)

@@ -116,16 +116,16 @@ class Store:
         experiment = self.root.parent
         self.notes += remove_old(experiment.parent, experiment.name, kept)
 
-    def newest_state(self, state_round: int, void: Sequence[Sequence[int]] = ()) -> Path | None:
+    def newest_state(self, state_round: int, discarded_rounds: Sequence[Sequence[int]] = ()) -> Path | None:
         """Return the folder of the newest intact state up to round `state_round`, or None.
 
         Later states are deleted, because the server went back behind them. States of rounds within a (first, last) pair of
-        `void` are deleted too, and so are damaged ones, with a note.
+        `discarded_rounds` are deleted too, and so are damaged ones, with a note.
         """
         discarded: list[str] = []
         for number in sorted(self._states(), reverse=True):
             folder = self.root / "state" / str(number)
-            if number <= state_round and not any(first <= number <= last for first, last in void):
+            if number <= state_round and not any(first <= number <= last for first, last in discarded_rounds):
                 fault = damage(folder)
                 if not fault:
                     self._note_discarded(discarded, f"continues from its state of round {number}")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from piecework.client_app.client import Client, Update
 from piecework.models.partition import fits
-from piecework.models.work_item import WorkItem
+from piecework.models.work_item import Mode, WorkItem
 from piecework.training.loop import Carried, LocalTrainer, MakeLoss, PieceModel, single_loss
 from piecework.training.messages import Task
 
@@ -19,13 +19,13 @@ def train(task: Task, client: Client) -> Update:
     return train_whole(task, client)
 
 
-def whole_network(task: Task, client: Client, doing: str, *, clean: bool = False, swaps: bool = False) -> WorkItem:
+def whole_network(task: Task, client: Client, doing: str, *, mode: Mode | None = None, swaps: bool = False) -> WorkItem:
     """Return the work item that trains all of a task's network, with a step that fits this client.
 
     With `swaps`, a network that does not fit is trained nevertheless; otherwise raises MemoryBudgetExceededError. `doing` says
     in the message what did not fit.
     """
-    item = WorkItem(tuple(range(len(client.blueprint.atoms))), variant=task.variant, clean=clean)
+    item = WorkItem(tuple(range(len(client.blueprint.atoms))), variant=task.variant, mode=mode)
     if not swaps and not fits(task.needed(item), client.allowed):
         raise task.refused(item, client.allowed, doing)
     return task.fitted(item, client.allowed)
@@ -39,15 +39,15 @@ def train_whole(
     carried: Carried | None = None,
     make_trainer: Callable[..., LocalTrainer] = LocalTrainer,
     *,
-    clean: bool = False,
+    mode: Mode | None = None,
     swaps: bool = False,
 ) -> Update:
     """Train all of the task's network, with the strategy's own loss, piece class, carried momentum and trainer.
 
-    `clean` marks the work item as trained on clean examples. With `swaps`, a network that does not fit is trained nevertheless;
+    `mode` is that of the work item. With `swaps`, a network that does not fit is trained nevertheless;
     otherwise raises MemoryBudgetExceededError.
     """
-    item = whole_network(task, client, "training the whole model", clean=clean, swaps=swaps)
+    item = whole_network(task, client, "training the whole model", mode=mode, swaps=swaps)
 
     def make() -> list[PieceModel]:
         return [piece_class(client.blueprint, item.atoms, item.head, client.load())]

@@ -1,37 +1,33 @@
 """Work items: strategies ask for them, costs are listed by them, and updates name those that were done."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from pydantic import FailFast, TypeAdapter
+from pydantic import FailFast, InstanceOf, TypeAdapter
 
-from piecework.models.kinds import plain
+from piecework.models.kinds import Kinds, flat
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant
+
+SHARED = ("atoms", "head", "variant", "learns", "measured", "micro_batch", "recompute")
+
+
+class Mode:
+    """How a method trains an item, if it knows several ways; a frozen dataclass that `register_mode` makes known."""
 
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Atoms of a network that are held at once with a head; they are trained unless a field says otherwise.
+    """Atoms of a network that are held at once with a head; they are trained unless a field says otherwise."""
 
-    `variant` is the network, made of the run's model. Without atoms, the item is the head alone. `copies` of the atoms teach
-    each other (FeDepth's mutual distillation). `learns` are the atoms that learn while the others are only held (FeDepth's
-    sub-problems in the whole network). `taught` atoms learn from the logits of another model besides labels (FeDepth). `clean`
-    items use clean examples even if others train on adversarial ones (FedRBN). With `measured`, nothing is trained, and batch
-    norms measure statistics, one atom after another. A step computes `micro_batch` > 0 examples at once, and runs the segments
-    of atoms in `recompute` again in its backward pass; these are positions [first, last) in `atoms`.
-    """
-
-    atoms: Annotated[Piece, FailFast()]
+    atoms: Annotated[Piece, FailFast()]  # without any, the item is the head alone
     head: str = "head"
-    variant: Variant = field(default_factory=Variant)
-    copies: int = 1
-    learns: Annotated[Piece, FailFast()] = ()
-    taught: bool = False
-    clean: bool = False
-    measured: bool = False
-    micro_batch: int = 0
+    variant: Variant = field(default_factory=Variant)  # the network, made of the run's model
+    mode: InstanceOf[Mode] | None = None  # the method's own
+    learns: Annotated[Piece, FailFast()] = ()  # the atoms that learn while the others are only held; none = all
+    measured: bool = False  # nothing is trained: batch norms measure statistics, one atom after another
+    micro_batch: int = 0  # examples that a step computes at once; 0 = its batch
+    # segments, positions [first, last) in `atoms`, that a step runs again in its backward pass
     recompute: Annotated[tuple[tuple[int, int], ...], FailFast()] = ()
 
     @property
@@ -49,21 +45,22 @@ class WorkItem:
 
     def to_values(self) -> dict[str, Any]:
         """Return the atoms, and the other fields that differ from their defaults, as JSON values."""
-        values = {name: plain(value) for name in OTHERS if (value := getattr(self, name)) != getattr(PLAIN, name)}
-        variant = {"variant": self.variant.to_values()} if self.variant != PLAIN.variant else {}
-        return {"atoms": list(self.atoms), **values, **variant}
+        variant = {"variant": values} if (values := self.variant.to_values()) else {}
+        own = flat(self.mode) if self.mode is not None else {}
+        return flat(self, [name for name in SHARED if name != "variant"]) | own | variant
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> "WorkItem":
+    def from_values(cls, values: object) -> "WorkItem":
         """Return the item of `to_values`. Raises TypeError for a missing or unknown name, ValueError for a bad value."""
-        if not isinstance(values, Mapping) or "atoms" not in values:
+        shared, modes = MODES.read(values)
+        if "atoms" not in shared:
             raise TypeError(f"a work item is {values!r:.100}: expected its atoms, and names and values")
-        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
-            raise TypeError(f"a work item has no {', '.join(unknown)}")
-        variant = Variant.from_values(values.get("variant", {}))
-        return ITEM.validate_python({**values, "variant": variant})
+        if len(modes) > 1:
+            raise ValueError(f"a work item has the modes {modes!r:.100}: expected one at most")
+        variant = Variant.from_values(shared.get("variant", {}))
+        return ITEM.validate_python({**shared, "variant": variant, "mode": next(iter(modes), None)})
 
 
-PLAIN = WorkItem(())
-OTHERS = ("head", "copies", "learns", "taught", "clean", "measured", "micro_batch", "recompute")
 ITEM = TypeAdapter(WorkItem)
+MODES = Kinds[Mode]("a work item", SHARED)
+register_mode = MODES.register

@@ -149,11 +149,11 @@ class MethodServer(Strategy):
             state_dir=self.experiment.state_dir,
             enforced=self.enforced,
             costs=self.method.cut.costs(assignment.needed, state.allowed_bytes),
-            void=assignment.discarded_rounds,
+            discarded_rounds=assignment.discarded_rounds,
             kept_round=assignment.kept_round,
             adversarial=attacked if assignment.adversarial is None else assignment.adversarial,
             variant=assignment.variant or self.method.cut.variant,
-            own=assignment.config.to_values() if assignment.config is not None else {},
+            config=assignment.config.to_values() if assignment.config is not None else {},
         )
 
     def configure_train(
@@ -224,7 +224,7 @@ class MethodServer(Strategy):
                 each.task,
                 state_round=server_round,
                 personal=method.personal,
-                own=assignment.config.to_values() if assignment.config is not None else {},
+                config=assignment.config.to_values() if assignment.config is not None else {},
                 evaluation=assignment.steps,
             )
             found[client] = Assigned(assignment, task, each.device)

@@ -18,52 +18,44 @@ from piecework.training import parcels
 from piecework.training.evaluation_step import EvaluationStep
 
 AS_JSON = ("costs", "frozen", "void", "variant", "own")  # Flower's records hold neither mappings nor lists of lists
+IN_RECORDS = {"discarded_rounds": "void", "config": "own"}  # fields with another name there
 
 
 @dataclass(frozen=True)
 class Task:
-    """A server's request to a client in a round.
-
-    `budget` is the bytes that the server assumes the client may use. `reference` is the bytes of a reference step, of which
-    emulated ratio budgets are fractions. `state_round` is the newest round whose client state may be used. `costs` maps work
-    items to bytes; `enforced` says whether these are true bytes, to which the accounting holds the client. `frozen` maps the
-    units that are not in this message, because no client trains them any more, to their content hashes. `variant` is the
-    network that the client builds from the run's model. `own` are the strategy's own fields.
-
-    A server may go back to an earlier model. Client states of the rounds in `void`, pairs of a first and a last round, are
-    then invalid. The state of `kept_round`, or the newest before it, is kept because the server may go back to it.
-
-    `evaluation` are the ways to evaluate the model, or to answer the query, that the client may choose from, preferred first.
-
-    `adversarial`: the client trains on adversarial examples; its training config has the attack. `personal`: evaluation is on
-    the client's own part of the test split, not on its validation data. `atoms` and `head` are the served model, if its batch
-    norms are to be measured.
-    """
+    """A server's request to a client in a round."""
 
     experiment_id: str
     round: int
-    state_round: int
+    state_round: int  # the newest round whose client state may be used
     strategy: str
-    budget: int
-    reference: int
+    budget: int  # the bytes that the server assumes the client may use
+    reference: int  # the bytes of a reference step, of which emulated ratio budgets are fractions
     lr: float
     state_dir: str
-    enforced: bool = True
-    costs: dict[WorkItem, int] = field(default_factory=dict)
-    frozen: dict[str, str] = field(default_factory=dict)
-    void: list[list[int]] = field(default_factory=list)
-    kept_round: int = 0
-    personal: bool = False
-    adversarial: bool = False
-    atoms: list[int] = field(default_factory=list)
-    head: str = ""
-    variant: Variant = field(default_factory=Variant)
-    own: dict[str, Any] = field(default_factory=dict)
-    evaluation: list[EvaluationStep] = field(default_factory=list)
+    enforced: bool = True  # the accounting holds the client to the costs, which are true bytes
+    costs: dict[WorkItem, int] = field(default_factory=dict)  # bytes
+    frozen: dict[str, str] = field(
+        default_factory=dict
+    )  # content hashes of units that no client trains any more, not sent
+    discarded_rounds: list[list[int]] = field(
+        default_factory=list
+    )  # pairs (first, last); client states of them are invalid
+    kept_round: int = 0  # the server may go back to it: its client state is kept, or the newest before it
+    personal: bool = False  # evaluation is on the client's part of the test split, not on its validation data
+    adversarial: bool = False  # the client trains on adversarial examples; its training config has the attack
+    atoms: list[int] = field(default_factory=list)  # of the served model, if its batch norms are to be measured
+    head: str = ""  # of the served model
+    variant: Variant = field(default_factory=Variant)  # the network that the client builds from the run's model
+    config: dict[str, Any] = field(default_factory=dict)  # the strategy's own fields
+    evaluation: list[EvaluationStep] = field(
+        default_factory=list
+    )  # ways to evaluate or to answer a query, preferred first
 
     def to_record(self) -> ConfigRecord:
         """Return the task as a Flower record; values that it cannot hold become JSON strings."""
-        fields = {f.name.replace("_", "-"): getattr(self, f.name) for f in dataclass_fields(self)}
+        names = {f.name: IN_RECORDS.get(f.name, f.name.replace("_", "-")) for f in dataclass_fields(self)}
+        fields = {names[name]: getattr(self, name) for name in names}
         fields["variant"] = self.variant.to_values()
         fields["costs"] = [[item.to_values(), cost] for item, cost in self.costs.items()]
         mappings = {key: json.dumps(fields[key], separators=(",", ":")) for key in AS_JSON}
@@ -75,12 +67,12 @@ class Task:
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "Task":
         """Read a task. Raises TypeError or KeyError for a missing or unknown field, ValueError for a bad value of a variant."""
-        fields = {key.replace("-", "_"): value for key, value in record.items()}
         mappings = {key: json.loads(str(record[key])) for key in AS_JSON}
         costs = {WorkItem.from_values(item): int(cost) for item, cost in mappings["costs"]}
         mappings |= {"variant": Variant.from_values(mappings["variant"]), "costs": costs}
         mappings["evaluation"] = [EvaluationStep(*step) for step in json.loads(str(record.get("evaluation", "[]")))]
-        return cls(**{**fields, **mappings})
+        names = {key: field for field, key in IN_RECORDS.items()}
+        return cls(**{names.get(key, key.replace("-", "_")): value for key, value in {**record, **mappings}.items()})
 
     @cached_property
     def _steps(self) -> dict[WorkItem, list[WorkItem]]:
@@ -125,10 +117,10 @@ class TaskConfig:
     @classmethod
     def of(cls, task: Task) -> Self:
         """Return the own fields of a task. Raises TypeError for a missing or unknown field."""
-        return cls(**task.own)
+        return cls(**task.config)
 
     def to_values(self) -> dict[str, Any]:
-        """Return the fields as values for `Task.own`."""
+        """Return the fields as values for `Task.config`."""
         return asdict(cast(Any, self))
 
 

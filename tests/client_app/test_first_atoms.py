@@ -138,7 +138,7 @@ def train(
         costs=costs,
         adversarial=strategy == "fedprophet",
         variant=variant,
-        own=own.to_values() if own else {},
+        config=own.to_values() if own else {},
     )
     client.blueprint = vary(client.full, variant)
     return find_trainer(strategy)(task, client)

@@ -465,7 +465,7 @@ for data, config in pickle.loads(Path(sys.argv[1]).read_bytes()):
     reply = pickle.loads(answer([data], config, 20, {}))
     assert not reply.has_error(), reply.error.reason
     outcome = read_outcome(reply.content.config_records["outcome"])
-    atoms = [len(item.atoms) * item.copies for item in outcome.done]
+    atoms = [len(item.atoms) * getattr(item.mode, 'copies', 1) for item in outcome.done]
     print(outcome.status, *atoms, len(unpack(reply.content.array_records["arrays"])))
 print(sorted(m for m in ("torch._dynamo", "torch._inductor", "sympy", "torchvision", "sklearn") if m in sys.modules))
 """

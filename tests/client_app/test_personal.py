@@ -127,7 +127,7 @@ def test_a_personal_evaluation_masks_the_classes_that_training_masks(
     assert client.local_data(0).labels.tolist() == [0, 2, 3]
     item = WorkItem((0, 1, 2, 3, 4))
     task = Task("experiment", 1, 0, "heterofl", 10**9, 10**9, 0.1, "", costs={item: 1}, personal=personal)
-    task = replace(task, own=HeteroFLTaskConfig(level=0, masked=is_masked).to_values())
+    task = replace(task, config=HeteroFLTaskConfig(level=0, masked=is_masked).to_values())
     found = heterofl.evaluate(task, client)
     piece = PieceModel(client.blueprint, item.atoms, "head", client.load())
     piece.train(False)

@@ -26,6 +26,7 @@ from piecework.models.mix import Mix
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.server_app.local_grid import LocalGrid, identify
+from piecework.strategies.cascade.fedepth.mutual import Mutual
 from piecework.training.answers import Outcome, reply
 from piecework.training.examples import feature_examples
 from piecework.training.messages import Question, Task, content_bytes
@@ -438,7 +439,7 @@ TASK = Task(
     lr=0.1,
     state_dir="/somewhere",
     enforced=False,
-    costs={WorkItem((0, 1)): 10, WorkItem((0, 1), copies=2): 20},
+    costs={WorkItem((0, 1)): 10, WorkItem((0, 1), mode=Mutual(2)): 20},
     frozen={"atoms.0": "ab" * 32},
 )
 

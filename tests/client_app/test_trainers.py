@@ -22,8 +22,8 @@ from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
 from piecework.strategies.cascade.fedepth import client as fedepth
 from piecework.strategies.cascade.fedepth import client_of_m as m_fedepth
-from piecework.strategies.cascade.fedepth.client import choose_items, train_blocks
-from piecework.strategies.cascade.fedepth.mutual import mutual_item, soft_targets, taught, taught_loss
+from piecework.strategies.cascade.fedepth.client import as_pupil, choose_items, train_blocks
+from piecework.strategies.cascade.fedepth.mutual import Mutual, Taught, mutual_item, soft_targets, taught, taught_loss
 from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.memory_cap import MemoryCap
@@ -51,9 +51,7 @@ def a_task(strategy: str = "fedepth", extra: dict[Piece, int] | None = None, mut
         lr=0.05,
         state_dir="",
         enforced=False,
-        costs=listed
-        | {replace(item, taught=True): cost for item, cost in listed.items()}
-        | {mutual_item(5, 2): mutual},
+        costs=listed | {as_pupil(item): cost for item, cost in listed.items()} | {mutual_item(5, 2): mutual},
     )
 
 
@@ -215,7 +213,7 @@ def test_mutual_models(tmp_path: Path) -> None:
 
 
 def a_pair(*blocks: Piece) -> list[WorkItem]:
-    return [WorkItem(block, taught=True) for block in (*blocks, (0, 1, 2, 3, 4))]
+    return [WorkItem(block, mode=Taught(True)) for block in (*blocks, (0, 1, 2, 3, 4))]
 
 
 def test_a_pair_teaches_each_other(tmp_path: Path) -> None:
@@ -236,7 +234,7 @@ def test_a_pair_teaches_each_other(tmp_path: Path) -> None:
     answers = teacher_logits(replace(client, folder=state / "companion-1"), [whole], examples)
     targets = soft_targets(answers, examples.labels, "paper")
     pupil = replace(other, local_data=lambda _: taught(examples, targets))
-    train_blocks(pupil, [WorkItem(whole, taught=True)], taught_loss("paper"))
+    train_blocks(pupil, [WorkItem(whole, mode=Taught(True))], taught_loss("paper"))
     assert same(stored(client, update.units), stored(other, update.units))
 
 
@@ -257,9 +255,13 @@ def test_the_second_model_of_a_pair_is_kept(tmp_path: Path) -> None:
     assert not same(*ends)
 
 
+def copies_of(item: WorkItem) -> int:
+    return item.mode.copies if isinstance(item.mode, Mutual) else 1
+
+
 def test_a_second_model_needs_all_blocks() -> None:
     def cost(item: WorkItem) -> int:
-        return 150 if item.atoms == (1,) else 100 * item.copies * len(item.atoms)
+        return 150 if item.atoms == (1,) else 100 * copies_of(item) * len(item.atoms)
 
     whole = [WorkItem((0, 1, 2, 3, 4))]
     assert choose_items(list("abcde"), cost, 649, 2) == whole
@@ -283,7 +285,7 @@ def test_a_second_model_needs_all_blocks() -> None:
 )
 def test_choice_of_work_items(budget: int, mutual_models: int, items: list[WorkItem]) -> None:
     def cost(item: WorkItem) -> int:
-        return 100 * item.copies * len(item.atoms)
+        return 100 * copies_of(item) * len(item.atoms)
 
     assert choose_items(list("abcde"), cost, budget, mutual_models) == items
 
@@ -301,7 +303,7 @@ def test_choice_of_work_items(budget: int, mutual_models: int, items: list[WorkI
 )
 def test_tolerance_is_no_surplus(budget: int, items: list[WorkItem]) -> None:
     def cost(item: WorkItem) -> int:
-        return 100 * item.copies * len(item.atoms)
+        return 100 * copies_of(item) * len(item.atoms)
 
     assert choose_items(list("abcde"), cost, allowance(budget, 0.1), 2, tolerance=0.1) == items
 

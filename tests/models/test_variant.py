@@ -18,7 +18,9 @@ from piecework.models.mix import Mix
 from piecework.models.supermask import Supermask
 from piecework.models.variant import Variant, register_change, vary
 from piecework.models.width import shapes
+from piecework.models.work_item import WorkItem
 from piecework.models.zoo import build_blueprint
+from piecework.strategies.cascade.fedepth.mutual import Mutual
 
 BLOCKS = ((0, 1), (2, 3), (4,))
 
@@ -131,3 +133,18 @@ def test_only_registered_kinds_are_built() -> None:
     for name in ("changes", "os:system", "Without"):
         with pytest.raises(TypeError, match=f"a variant has no {name}"):
             Variant.from_values({name: [{"without": 1}]})
+
+
+def test_a_work_item_holds_one_mode() -> None:
+    item = WorkItem((0, 1), variant=Variant(width=0.5), mode=Mutual(2))
+    assert item.to_values() == {"atoms": [0, 1], "copies": 2, "variant": {"width": 0.5}}
+    assert WorkItem.from_values(json.loads(json.dumps(item.to_values()))) == item
+    for values in (
+        {"atoms": [0], "copies": 1},
+        {"atoms": [0], "copies": 2, "taught": True},
+        {"atoms": [0], "taught": False},
+    ):
+        with pytest.raises(ValueError, match=r"copies|taught|the modes"):
+            WorkItem.from_values(values)
+    with pytest.raises(TypeError, match="a work item has no mode"):
+        WorkItem.from_values({"atoms": [0], "mode": "Mutual"})

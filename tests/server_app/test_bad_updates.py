@@ -33,6 +33,7 @@ from piecework.models.work_item import WorkItem
 from piecework.server_app import rounds
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
 from piecework.server_app.records import RunDir
+from piecework.strategies.cascade.fedepth.mutual import Mutual
 from piecework.strategies.server import MethodServer
 from piecework.training.answers import Outcome
 from piecework.training.parcels import pack
@@ -165,13 +166,13 @@ BAD = {
     ),
     "atom-out-of-range": (outcome(done=(WorkItem((99,)),)), "work item {'atoms': [99]} was not in"),
     "a-million-models": (
-        outcome(done=(WorkItem((0, 1, 2, 3, 4), copies=10**6),)),
+        outcome(done=(WorkItem((0, 1, 2, 3, 4), mode=Mutual(10**6)),)),
         "work item {'atoms': [0, 1, 2, 3, 4], 'copies': 1000000} was not in",
     ),
     "no-items": (outcome(done=()), "0 work items were done, but the task's cost list has 1"),
     "items-of-text": (done_is("all of them"), "JSONDecodeError"),
     "nested-items": (done_is("[" * 100_000), "RecursionError: "),
-    "items-of-numbers": (done_is("[7]"), "a work item is 7: expected its atoms"),
+    "items-of-numbers": (done_is("[7]"), "a work item is 7: expected names"),
     "an-unknown-field": (done_is('[{"atoms":[0],"colour":"red"}]'), "a work item has no colour"),
     "atoms-of-words": (done_is('[{"atoms":["first"]}]'), "outcome atoms is 'first': it must be a valid integer"),
     "status": (outcome(status="great"), "outcome status is 'great': it must be 'ok'"),

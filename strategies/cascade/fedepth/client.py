@@ -39,6 +39,8 @@ from piecework.models.partition import (
 )
 from piecework.models.work_item import WorkItem
 from piecework.strategies.cascade.fedepth.mutual import (
+    Mutual,
+    Taught,
     companion_folder,
     mutual_item,
     soft_targets,
@@ -97,6 +99,11 @@ def choose_items(
     return pair_items(names, cost, budget, item, tolerance) or [item(whole)]
 
 
+def as_pupil(item: WorkItem) -> WorkItem:
+    """Return an item that also learns from another model."""
+    return replace(item, mode=Taught(True))
+
+
 def pair_items(
     names: list[str], cost: ItemCost, budget: int, item: Callable[[Piece], WorkItem], tolerance: float = 0.0
 ) -> list[WorkItem]:
@@ -104,13 +111,13 @@ def pair_items(
 
     The second model has all blocks. Each fits what the whole model leaves of the budget, with the same `tolerance`.
     """
-    whole = replace(item(tuple(range(len(names)))), taught=True)
+    whole = as_pupil(item(tuple(range(len(names)))))
     if whole.learns or (needed := cost(whole)) is None or needed >= budget:
         return []
     with suppress(AtomTooLargeError):
         surplus = allowance(budget - needed, tolerance)
-        blocks = greedy_partition(whole.atoms, lambda atoms: cost(replace(item(atoms), taught=True)), surplus, names)
-        return [*(replace(item(block), taught=True) for block in blocks), whole]
+        blocks = greedy_partition(whole.atoms, lambda atoms: cost(as_pupil(item(atoms))), surplus, names)
+        return [*(as_pupil(item(block)) for block in blocks), whole]
     return []
 
 
@@ -180,9 +187,10 @@ def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     except AtomTooLargeError as error:
         raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
     items = [task.fitted(item, client.allowed) for item in items]
-    if items[0].copies > 1:
-        update = train_mutually(client, items[0])
-    elif items[-1].taught:
+    mode = items[0].mode
+    if isinstance(mode, Mutual):
+        update = train_mutually(client, items[0], mode.copies)
+    elif isinstance(mode, Taught):
         update = train_pair(client, items, own_heads=own_heads)
     elif client.settings.of(FeDepthSettings).sub_problem == "network":
         update = train_network(client, items)

@@ -5,18 +5,20 @@ and F is the cross-entropy. The client uploads the first model. The others, its 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from piecework.client_app.client import Client, Update
 from piecework.models.cascade import isolated_rng
-from piecework.models.work_item import WorkItem
+from piecework.models.work_item import Mode, WorkItem, register_mode
 from piecework.strategies.cascade.fedepth.settings import FeDepthSettings
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
@@ -24,9 +26,25 @@ from piecework.training.loop import LocalTrainer, MakeLoss, PieceModel, classifi
 from piecework.training.randomness import integer
 
 
+@register_mode
+@dataclass(frozen=True)
+class Mutual(Mode):
+    """Whole models that teach each other at once."""
+
+    copies: Annotated[int, Field(ge=2)]  # of the item's atoms
+
+
+@register_mode
+@dataclass(frozen=True)
+class Taught(Mode):
+    """Atoms that learn from the logits of another model besides labels."""
+
+    taught: Literal[True]
+
+
 def mutual_item(count: int, copies: int) -> WorkItem:
     """Return the work item of `copies` whole models, of `count` atoms each, that teach each other."""
-    return WorkItem(tuple(range(count)), copies=copies)
+    return WorkItem(tuple(range(count)), mode=Mutual(copies))
 
 
 def companion_folder(client: Client, m: int, units: Sequence[str]) -> Path:
@@ -43,9 +61,9 @@ def companion_folder(client: Client, m: int, units: Sequence[str]) -> Path:
     return folder
 
 
-def train_mutually(client: Client, item: WorkItem) -> Update:
-    """Train M whole models that teach each other at once."""
-    copies, units = item.copies, client.blueprint.units()
+def train_mutually(client: Client, item: WorkItem, copies: int) -> Update:
+    """Train M whole models, the `copies`, that teach each other at once."""
+    units = client.blueprint.units()
     owners = [client, *(replace(client, folder=companion_folder(client, m, units)) for m in range(1, copies))]
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, item.atoms, item.head, owner.load()) for owner in owners],

@@ -42,7 +42,7 @@ from piecework.strategies.cascade.fedepth.client import (
     network_piece,
     sub_problem,
 )
-from piecework.strategies.cascade.fedepth.mutual import mutual_loss, taught_loss
+from piecework.strategies.cascade.fedepth.mutual import Mutual, Taught, mutual_loss, taught_loss
 from piecework.strategies.cascade.fedepth.settings import FeDepthSettings
 from piecework.strategies.method import Method
 from piecework.training.capabilities import Refusal
@@ -59,10 +59,11 @@ class FeDepthCut(Cut):
     def plain_part(self, item: WorkItem) -> Part:
         """Return a sub-problem's part: a block with its head, a block in the whole network, or models that learn mutually."""
         kind = self.settings.of(FeDepthSettings).mutual_loss
-        if item.copies > 1:
-            name = f"{item.copies} whole models, mutually"
-            return Part(self.blueprint, item.atoms, item.head, item.copies, mutual_loss(kind), name)
-        if item.taught:
+        if isinstance(item.mode, Mutual):
+            copies = item.mode.copies
+            name = f"{copies} whole models, mutually"
+            return Part(self.blueprint, item.atoms, item.head, copies, mutual_loss(kind), name)
+        if isinstance(item.mode, Taught):
             alone = label(Part(self.blueprint, item.atoms))
             name = f"{alone}, mutually" if item.atoms == self.whole.atoms else f"{alone} of a second model"
             return Part(self.blueprint, item.atoms, item.head, make_loss=taught_loss(kind), name=name, targets=True)

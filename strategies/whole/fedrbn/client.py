@@ -13,7 +13,7 @@ other, so that their activations are never in memory together.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from piecework.client_app.client import Client, Update
 from piecework.client_app.validation import cascade_of, validate
 from piecework.client_app.whole import train_whole
 from piecework.models.dual_norm import begin_adversarial, use
+from piecework.models.work_item import Mode, register_mode
 from piecework.strategies.whole.fedrbn.settings import FedRBNSettings
 from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
@@ -36,6 +37,14 @@ class FedRBNTaskConfig(TaskConfig):
     """The client's number, which only the server uses."""
 
     client: int
+
+
+@register_mode
+@dataclass(frozen=True)
+class Clean(Mode):
+    """Training on clean examples, while other clients train on adversarial ones."""
+
+    clean: Literal[True]
 
 
 class DualPiece(PieceModel):
@@ -129,7 +138,7 @@ class AdversarialTrainer(LocalTrainer):
 def train(task: Task, client: Client) -> Update:
     """Train the whole model, adversarially if the task says so. A model that does not fit swaps."""
     if not task.adversarial:
-        return train_whole(task, client, piece_class=DualPiece, clean=True, swaps=True)
+        return train_whole(task, client, piece_class=DualPiece, mode=Clean(True), swaps=True)
     weight = client.settings.of(FedRBNSettings).clean_weight
     return train_whole(
         task,

@@ -39,7 +39,7 @@ from piecework.planning.cut import Cut
 from piecework.planning.part import Part
 from piecework.strategies.method import Method, Round
 from piecework.strategies.resources import ClientResources
-from piecework.strategies.whole.fedrbn.client import DualPiece, FedRBNTaskConfig, adversarial_loss, learner
+from piecework.strategies.whole.fedrbn.client import Clean, DualPiece, FedRBNTaskConfig, adversarial_loss, learner
 from piecework.strategies.whole.fedrbn.detector import branch_of, fit_detector
 from piecework.strategies.whole.fedrbn.settings import FedRBNSettings
 from piecework.training.capabilities import Refusal
@@ -54,9 +54,9 @@ class FedRBNCut(Cut):
     """One stage: every device trains the whole model, on adversarial examples if it has memory for that, else on clean ones."""
 
     def plain_part(self, item: WorkItem) -> Part:
-        """Return the whole model, which a `clean` item trains on clean examples and others on adversarial ones."""
+        """Return the whole model, which a `Clean` item trains on clean examples and others on adversarial ones."""
         weight = self.settings.of(FedRBNSettings).clean_weight
-        if item.clean:
+        if isinstance(item.mode, Clean):
             return Part(self.model, item.atoms, name="the whole model, clean", piece_class=DualPiece, clean=True)
         loss, name = adversarial_loss(weight), "the whole model, adversarially"
         return Part(self.model, item.atoms, make_loss=loss, name=name, piece_class=learner(weight))
@@ -135,7 +135,8 @@ class FedRBN(Method):
     def assign(self, ctx: Context) -> Assignment:
         """Return the whole model, with adversarial examples after the warm-up if they fit the device, else with clean ones."""
         robust = self.cut.robust(ctx.device) and (ctx.arrays is None or ctx.round > self.settings.attack.warmup)
-        item, sends = replace(self.cut.whole, clean=not robust), partial(self.with_own_statistics, ctx.client)
+        item = self.cut.whole if robust else replace(self.cut.whole, mode=Clean(True))
+        sends = partial(self.with_own_statistics, ctx.client)
         return Assignment(
             (item,),
             {item: self.cut.bytes(item)},

@@ -155,4 +155,4 @@ def within(variant: Variant, ratio: float) -> Variant:
 def evaluate(task: Task, client: Client) -> Metrics:
     """Return loss and accuracy of the net of p_max. Raises MemoryBudgetExceededError if it does not fit."""
     own = heterofl.HeteroFLTaskConfig(FjORDTaskConfig.of(task).level).to_values()
-    return heterofl.evaluate(replace(task, own=own), client)
+    return heterofl.evaluate(replace(task, config=own), client)

@@ -9,6 +9,7 @@ from piecework.models.partition import runs
 from piecework.models.work_item import WorkItem
 from piecework.plans.plan import planner_for
 from piecework.plans.question import ask
+from piecework.strategies.cascade.fedepth.mutual import Mutual, Taught
 from piecework.strategies.cascade.fedepth.server import FeDepthCut
 
 SIXTH, THIRD, HALF, ONE = "0-1 | 2 | 3 | 4 | 5-6 | 7-9", "0-2 | 3-4 | 5-9", "0-3 | 4-9", "0-9"
@@ -17,8 +18,8 @@ PAIR = f"{SIXTH.replace(' |', ' taught |')} taught | 0-9 taught"
 
 
 def read(item: WorkItem) -> str:
-    copies = f"{item.copies} of " if item.copies > 1 else ""
-    return copies + runs(item.atoms) + (" taught" if item.taught else "")
+    copies = f"{item.mode.copies} of " if isinstance(item.mode, Mutual) else ""
+    return copies + runs(item.atoms) + (" taught" if isinstance(item.mode, Taught) else "")
 
 
 def planned(preset: str, *sets: str) -> list[str]:

@@ -78,7 +78,7 @@ def a_task(task_config: FedProphetTaskConfig, costs: dict[tuple[int, ...], int] 
         lr=0.05,
         state_dir="",
         costs={WorkItem(p, "head" if p[-1] == 4 else f"aux.{p[-1]}"): cost for p, cost in listed.items()},
-        own=task_config.to_values(),
+        config=task_config.to_values(),
         evaluation=[EvaluationStep(0)],
     )
 

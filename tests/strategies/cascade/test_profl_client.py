@@ -42,7 +42,7 @@ def a_task(t: int, doing: str = "growing") -> Task:
     return Task(
         *("experiment", 1, 0, "profl", 10**9, 10**6, 0.05, ""),
         variant=variant,
-        own=ProFLTaskConfig(t, doing).to_values(),
+        config=ProFLTaskConfig(t, doing).to_values(),
         evaluation=[EvaluationStep(0)],
     )
 
