@@ -73,7 +73,7 @@ def not_held(folder: Path, wanted: Iterable[str]) -> Iterator[str]:
             yield digest
 
 
-def lay(folder: Path, frozen: Mapping[str, str], model: Path) -> None:
+def link_units(folder: Path, frozen: Mapping[str, str], model: Path) -> None:
     """Check frozen units and link them into a task's model folder. `frozen` maps units to content hashes.
 
     Raises MissingUnitsError for missing or damaged units.

@@ -12,13 +12,14 @@ import numpy as np
 
 from piecework.client_app.client import Client
 from piecework.client_app.store import Store
-from piecework.models.cascade import batch_norm_names, isolated_rng
+from piecework.models.cascade import isolated_rng
+from piecework.models.static_norms import batch_norm_names
 from piecework.models.width import Indices, shapes, take
 
 FOLDER = "batch-norm"  # in a client's state
 
 
-def lay(store: Store, state: Path, places: Mapping[str, Indices]) -> None:
+def overlay_norms(store: Store, state: Path, places: Mapping[str, Indices]) -> None:
     """Replace the norms of the task's model by the client's own. `places` are the indices of cut arrays in the full ones."""
     for path in sorted((state / FOLDER).glob("*.safetensors")):
         if (store.model / path.name).is_file():

@@ -63,7 +63,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     old_state = store.newest_state(task.state_round, task.discarded_rounds)
     unpack(content, store.write_units)
     frozen.forget_others(store.frozen, set(task.frozen.values()))
-    frozen.lay(store.frozen, task.frozen, store.model)
+    frozen.link_units(store.frozen, task.frozen, store.model)
     data, rows = open_local_data(settings, context, number, clients)
     train_rows, validation_rows = split(rows, settings.data.validation_fraction, settings.seed, number)
     if task.personal:
@@ -78,7 +78,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     blueprint = vary(full, task.variant)
     store.is_bare = partial(is_bare, blueprint)
     if settings.norms == "local" and old_state is not None:
-        local_norms.lay(store, old_state, find_places(task.strategy)(task, settings.seed, full, blueprint))
+        local_norms.overlay_norms(store, old_state, find_places(task.strategy)(task, settings.seed, full, blueprint))
     attack = image_attack(settings, data, settings.attack.steps) if task.adversarial else None
     return Client(
         number=number,

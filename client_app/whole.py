@@ -10,7 +10,7 @@ from collections.abc import Callable
 from piecework.client_app.client import Client, Update
 from piecework.models.partition import fits
 from piecework.models.work_item import Mode, WorkItem
-from piecework.training.loop import Carried, LocalTrainer, MakeLoss, PieceModel, single_loss
+from piecework.training.loop import LocalTrainer, MakeLoss, OptimizerStateStore, PieceModel, single_loss
 from piecework.training.messages import Task
 
 
@@ -36,7 +36,7 @@ def train_whole(
     client: Client,
     make_loss: MakeLoss = single_loss,
     piece_class: type[PieceModel] = PieceModel,
-    carried: Carried | None = None,
+    carried: OptimizerStateStore | None = None,
     make_trainer: Callable[..., LocalTrainer] = LocalTrainer,
     *,
     mode: Mode | None = None,

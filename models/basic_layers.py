@@ -79,7 +79,7 @@ class BasicLayers(Change):
 
 
 def with_basic_layers(blueprint: Blueprint, blocks: Sequence[Piece], *, norm: bool = False) -> Blueprint:
-    """Return the model with its basic layers appended as spare atoms: `basic<t>` stands for block t (from 2).
+    """Return the model with its basic layers appended as replacement atoms: `basic<t>` stands for block t (from 2).
 
     A block that does not change the shape of its feature map, as parts of the paper's blocks may be, has no basic layer.
     With `norm`, a batch norm of the model's kind follows each basic layer that is a convolution. Raises ValueError for a block
@@ -102,7 +102,7 @@ def with_basic_layers(blueprint: Blueprint, blocks: Sequence[Piece], *, norm: bo
         else:
             raise ValueError(f"{blueprint.name} has no basic layer for the block {first.name}..{last.name}")
         basics.append(Atom(f"{BASIC}{t}", build, shape, before))
-    return replace(blueprint, atoms=(*blueprint.atoms, *basics), spare=len(basics), width=1.0)
+    return replace(blueprint, atoms=(*blueprint.atoms, *basics), num_replacement_atoms=len(basics), width=1.0)
 
 
 def _with_norm(build: Callable[[], nn.Module], channels: int, batch_norm: str) -> nn.Module:
@@ -111,8 +111,8 @@ def _with_norm(build: Callable[[], nn.Module], channels: int, batch_norm: str) -
 
 def basic_atoms(blueprint: Blueprint) -> dict[int, int]:
     """Return, for each block t of a model with basic layers, the atom that stands for it."""
-    spare = range(len(blueprint.atoms) - blueprint.spare, len(blueprint.atoms))
-    return {int(blueprint.atoms[atom].name.removeprefix(BASIC)): atom for atom in spare}
+    added = range(len(blueprint.atoms) - blueprint.num_replacement_atoms, len(blueprint.atoms))
+    return {int(blueprint.atoms[atom].name.removeprefix(BASIC)): atom for atom in added}
 
 
 def step_atoms(blueprint: Blueprint, blocks: Sequence[Piece], t: int) -> Piece:

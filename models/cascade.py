@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from piecework.models.change import Change, Origin
-from piecework.models.dual_norm import is_adversarial
 from piecework.models.frozen_norm import FrozenBatchNorm2d
 
 Shape = tuple[int, ...]
@@ -45,33 +44,26 @@ class Atom:
 
 @dataclass(frozen=True, eq=False)  # compared by identity, because equal factories cannot be recognised
 class Blueprint:
-    """How to build a cascade, atom by atom.
-
-    `width` is the width ratio, the fraction of channels in a width-scaled model; it is 1 for other sub-models. `zoo_name` and
-    `options` are the arguments of `build_blueprint`, from which the model can be built again with other channels. `input_shape`
-    is the shape of one example: (C, H, W) of an image, or (length,) of a text whose tokens are below `vocabulary`. The last
-    `spare` atoms are not part of the model: a method puts them in place of others (ProFL's basic layers). `initialisation` is
-    that of `initial_state`: default or kaiming-normal. `auxiliary_pool` is the pooling before an `auxiliary_head`.
-    """
+    """How to build a cascade, atom by atom."""
 
     name: str
-    input_shape: Shape
+    input_shape: Shape  # of one example: (C, H, W) of an image, or (length,) of a text
     num_classes: int
     atoms: tuple[Atom, ...]
     build_head: Callable[[], nn.Module]
     batch_norm: str
-    vocabulary: int = 0
-    width: float = 1.0
-    spare: int = 0
-    zoo_name: str = ""
+    vocabulary: int = 0  # of a text, whose tokens are below it
+    width: float = 1.0  # the fraction of channels in a width-scaled model; 1 for other sub-models
+    num_replacement_atoms: int = 0  # the last atoms, which a method puts in place of others (ProFL's basic layers)
+    zoo_name: str = ""  # with `options` the arguments of `build_blueprint`, which builds the model with other channels
     options: tuple[tuple[str, str | int], ...] = ()
-    initialisation: str = "default"
-    auxiliary_pool: str = "authors"
+    initialisation: str = "default"  # of `initial_state`, or kaiming-normal
+    auxiliary_pool: str = "authors"  # the pooling before an `auxiliary_head`
 
     @property
     def feature_shape(self) -> Shape:
         """The shape of one example at the head's input."""
-        return self.atoms[len(self.atoms) - self.spare - 1].shape
+        return self.atoms[len(self.atoms) - self.num_replacement_atoms - 1].shape
 
     def shape_before(self, atom: int) -> Shape:
         """Return the shape of one example at the input of atom `atom`."""
@@ -345,14 +337,3 @@ def has_statistics(blueprint: Blueprint, unit: str) -> bool:
     """Return whether a unit has batch norms with running statistics."""
     with torch.device("meta"):
         return any(name.endswith("running_mean") for name, _ in blueprint.build_unit(unit).named_buffers())
-
-
-def batch_norm_names(unit: str, module: nn.Module) -> set[str]:
-    """Return the global names of a unit's batch norm arrays (which FedBN keeps on the device), without second sets."""
-    return {
-        f"{unit}.{path}.{name}" if path else f"{unit}.{name}"
-        for path, layer in module.named_modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm)
-        for name in layer.state_dict()
-        if not is_adversarial(name)
-    }

@@ -83,7 +83,7 @@ class Exits(Change):
 
 
 def with_exits(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprint:
-    """Return the model with an exit as a spare atom for every block but the last, whose exit is the head."""
+    """Return the model with an exit as a replacement atom for every block but the last, whose exit is the head."""
     exits, logits = [], num_logits(blueprint)
     for block in blocks[:-1]:
         shape = blueprint.atoms[block[-1]].shape
@@ -93,13 +93,13 @@ def with_exits(blueprint: Blueprint, blocks: Sequence[Piece]) -> Blueprint:
         else:
             build = partial(FeatureExit, shape, logits)
         exits.append(Atom(f"{EXIT}{block[-1]}", build, (logits,), shape))
-    return replace(blueprint, atoms=(*blueprint.atoms, *exits), spare=len(exits))
+    return replace(blueprint, atoms=(*blueprint.atoms, *exits), num_replacement_atoms=len(exits))
 
 
 def exits_of(blueprint: Blueprint) -> dict[int, int]:
     """Return the exits of a model by the atom they follow."""
-    spare = range(len(blueprint.atoms) - blueprint.spare, len(blueprint.atoms))
-    return {int(blueprint.atoms[atom].name.removeprefix(EXIT)): atom for atom in spare}
+    added = range(len(blueprint.atoms) - blueprint.num_replacement_atoms, len(blueprint.atoms))
+    return {int(blueprint.atoms[atom].name.removeprefix(EXIT)): atom for atom in added}
 
 
 class ExitCascade(Cascade):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from piecework.models.cascade import Atom, Blueprint
 from piecework.models.change import Change, Origin
 from piecework.models.lstm import Lstm
+from piecework.models.padding import PadChannels, Padded, Padding
 from piecework.models.preresnet import PreActivationBlock
 from piecework.models.resnet import BasicBlock
 from piecework.models.vit import Encoder
@@ -51,36 +52,6 @@ class Cut:
 
 def _ceil(number: float) -> int:
     return ceil(round(number, 6))  # so that a rounding error does not make 14 of 0.2 * 65
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Pad to `channels` channels: zeros follow the computed ones, or surround them if `scattered`, their number, is not 0."""
-
-    channels: int
-    scattered: int = 0
-
-
-class Padded(nn.Module):
-    """A module that pads its output: channel i becomes channel `rows[i]` if it has `rows`."""
-
-    channels: int
-    rows: Tensor | None
-
-    def hold(self, pad: Padding | None) -> None:
-        """Set the padding, once."""
-        self.channels = pad.channels if pad else 0
-        self.register_buffer("rows", torch.arange(pad.scattered) if pad and pad.scattered else None)
-
-    def padded(self, z: Tensor) -> Tensor:
-        """Return z[B, c, H, W] padded to the full number of channels."""
-        missing = max(0, self.channels - z.shape[1])
-        if self.rows is None:
-            return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (0, missing)) if missing else z
-        shape = (len(z), self.channels, *z.shape[2:])
-        out = torch.empty(shape, dtype=z.dtype, device=z.device, memory_format=torch.channels_last).zero_()
-        out[:, self.rows] = z
-        return out
 
 
 class Pair(Padded):
@@ -239,18 +210,6 @@ def made_real(module: nn.Module) -> nn.Module:
         if callable(reset := getattr(layer, "reset_parameters", None)):
             reset()
     return module
-
-
-class PadChannels(Padded):
-    """The last layer of a plain chain, which pads."""
-
-    def __init__(self, pad: Padding) -> None:
-        super().__init__()
-        self.hold(pad)
-
-    def forward(self, z: Tensor) -> Tensor:
-        """Return z[B, c, H, W] with all channels."""
-        return self.padded(z)
 
 
 def _padding(cut: Cut, wide: int) -> Padding | None:

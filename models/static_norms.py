@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from piecework.models.cascade import Blueprint
+from piecework.models.dual_norm import is_adversarial
 from piecework.models.frozen_norm import Frozen
 
 OWN = "piecework_own_momentum"
@@ -92,3 +93,14 @@ def count_first_alike(modules: Iterable[nn.Module]) -> bool:
 def is_statistic(name: str) -> bool:
     """Return whether an array is a running statistic of a batch norm."""
     return name.rpartition(".")[2] in RUNNING
+
+
+def batch_norm_names(unit: str, module: nn.Module) -> set[str]:
+    """Return the global names of a unit's batch norm arrays (which FedBN keeps on the device), without second sets."""
+    return {
+        f"{unit}.{path}.{name}" if path else f"{unit}.{name}"
+        for path, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm)
+        for name in layer.state_dict()
+        if not is_adversarial(name)
+    }

@@ -180,7 +180,9 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
             whole,
             atoms=tuple(whole.atoms[i] for i in atoms),
             build_head=lambda: whole.build_unit(head),
-            spare=sum(i >= len(whole.atoms) - whole.spare for i in atoms) if exits else 0,
+            num_replacement_atoms=sum(i >= len(whole.atoms) - whole.num_replacement_atoms for i in atoms)
+            if exits
+            else 0,
         )
         kind = ExitCascade if exits else Cascade
         with safe_open(file, framework="pt") as arrays, torch.no_grad():

@@ -17,30 +17,26 @@ OUTPUT_LAYER_NAME = "the output layer"  # of a part without atoms
 
 @dataclass(frozen=True)
 class Part:
-    """The atoms of a model, or none, and the head that a device holds at once while it trains.
-
-    `copies` is the number of copies that learn together. `name` is a display name that replaces the atoms' names. With
-    `targets`, the part learns logits instead of labels. `piece_class` runs the part. With `clean`, it trains on clean examples
-    even if the run's step is adversarial. `learns` are the units that learn; if empty, all units learn. A step computes
-    `micro_batch` > 0 examples at once, and recomputes the segments of atoms in `recompute` (planning/fit.py). Over all rounds,
-    clients with such parts train at most the fraction `channels` of a layer's channels. `covers` are the units of the run's own
-    model that training the part changes, if these are not the `learned` ones.
-    """
+    """The atoms of a model, or none, and the head that a device holds at once while it trains."""
 
     blueprint: Blueprint
     atoms: Piece
     head: str = "head"
-    copies: int = 1
+    copies: int = 1  # of all this, which learn together
     make_loss: MakeLoss = single_loss
-    name: str = ""
-    targets: bool = False
-    piece_class: type[PieceModel] = PieceModel
-    clean: bool = False
-    learns: tuple[str, ...] = ()
-    micro_batch: int = 0
-    recompute: tuple[Segment, ...] = ()
-    channels: float = 1.0
-    covers: tuple[str, ...] | None = None
+    name: str = ""  # to show in place of the atoms' names
+    targets: bool = False  # it learns logits instead of labels
+    piece_class: type[PieceModel] = PieceModel  # runs the part
+    clean: bool = False  # it trains on clean examples even if the run's step is adversarial
+    learns: tuple[str, ...] = ()  # the units that learn; none = all
+    micro_batch: int = 0  # examples that a step computes at once; 0 = its batch
+    recompute: tuple[
+        Segment, ...
+    ] = ()  # segments of atoms that a step runs again in its backward pass (planning/fit.py)
+    channels: float = 1.0  # over all rounds, clients with such parts train at most this fraction of a layer's channels
+    covers: tuple[str, ...] | None = (
+        None  # units of the run's own model that training changes, if not the `learned` ones
+    )
 
     @property
     def covered(self) -> list[str]:

@@ -129,7 +129,7 @@ def train_step(
     return total
 
 
-class Carried(Protocol):
+class OptimizerStateStore(Protocol):
     """Carries optimiser buffers over from round to round, where momentum does not begin at zero."""
 
     def restore(self, pieces: list[PieceModel], optimiser: SGD) -> None:
@@ -147,7 +147,7 @@ class LocalTrainer:
         make: Callable[[], list[PieceModel]],
         training_config: TrainingConfig,
         make_loss: MakeLoss = single_loss,
-        carried: Carried | None = None,
+        carried: OptimizerStateStore | None = None,
     ) -> None:
         self._make, self.training_config, self._make_loss, self._carried = make, training_config, make_loss, carried
         self.pieces: list[PieceModel] = []

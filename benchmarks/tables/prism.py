@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from benchmarks.tables.shared import COMPARED, MB, beside, commands, layers_of, policy_for, section, table
 from piecework.models.cascade import Atom, Blueprint
 from piecework.models.layers import named
-from piecework.models.low_rank import PadChannels, Padding, low_rank
+from piecework.models.low_rank import low_rank
+from piecework.models.padding import PadChannels, Padding
 from piecework.planning.part import Part, whole_model
 
 KEEP_RATIOS = (0.8, 0.6, 0.4, 0.2)

@@ -20,7 +20,7 @@ from helpers import TRIO, run_local
 from torch import nn
 
 from piecework.client_app import file_lock
-from piecework.client_app.local_norms import lay, spread
+from piecework.client_app.local_norms import overlay_norms, spread
 from piecework.client_app.store import FeatureWriter, Store
 from piecework.models.mix import Mix
 from piecework.models.variant import Variant
@@ -107,7 +107,7 @@ def test_own_norms_replace_the_sent_ones_by_name(store: Store, tmp_path: Path) -
     kept.mkdir()
     store.write_units({"head.w": A, "head.bn": A, "atoms.0.w": A})
     store.write_units({"head.bn": A * 10}, kept)
-    lay(store, tmp_path, {})
+    overlay_norms(store, tmp_path, {})
     read = dict(store.read(["head", "atoms.0"]))
     assert read["head.bn"].tolist() == (A * 10).tolist()
     assert read["head.w"].tolist() == read["atoms.0.w"].tolist() == A.tolist()
@@ -121,7 +121,7 @@ def test_own_norms_of_other_channels(store: Store, tmp_path: Path) -> None:
     np.testing.assert_array_equal(own, [np.nan, 1, 2, np.nan])
     store.write_units({"head.bn": own, "head.count": np.array(7)}, folder)
     store.write_units({"head.bn": np.float32([20, 30]), "head.count": np.array(9)})
-    lay(store, tmp_path, {"head.bn": (np.array([2, 3]),), "head.count": ()})
+    overlay_norms(store, tmp_path, {"head.bn": (np.array([2, 3]),), "head.count": ()})
     read = dict(store.read(["head"]))
     assert (read["head.bn"].tolist(), int(read["head.count"])) == ([2, 30], 7)
     again = spread(read["head.bn"] + 100, (np.array([2, 3]),), own)

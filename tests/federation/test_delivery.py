@@ -243,12 +243,12 @@ def test_frozen_files(tmp_path: Path) -> None:
         frozen.keep(folder, scratch, unit)
     assert list(scratch.iterdir()) == []
     assert list(frozen.not_held(folder, [*hashes, "0" * 64])) == ["0" * 64]
-    frozen.lay(folder, {"atoms.0": hashes[0]}, model)
+    frozen.link_units(folder, {"atoms.0": hashes[0]}, model)
     assert (model / "atoms.0.safetensors").samefile(folder / f"{hashes[0]}.safetensors")  # no second copy
     frozen.forget_others(folder, {hashes[1]})
     assert [path.stem for path in folder.iterdir()] == [hashes[1]]
     with pytest.raises(MissingUnitsError, match=r"frozen units atoms\.0 are missing"):
-        frozen.lay(folder, {"atoms.0": hashes[0], "atoms.1": hashes[1]}, model)
+        frozen.link_units(folder, {"atoms.0": hashes[0], "atoms.1": hashes[1]}, model)
     with pytest.raises(ValueError, match=r"'\.\./head' is not a content hash"):
         list(frozen.not_held(folder, ["../head"]))
 
@@ -261,6 +261,6 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     frozen.keep(tmp_path / "frozen", tmp_path, {"atoms.0.w": A})
     digest = content_hash([("atoms.0.w", A)])
     (tmp_path / "model").mkdir()
-    frozen.lay(tmp_path / "frozen", {"atoms.0": digest}, tmp_path / "model")
+    frozen.link_units(tmp_path / "frozen", {"atoms.0": digest}, tmp_path / "model")
     laid = tmp_path / "model" / "atoms.0.safetensors"
     assert laid.read_bytes() == (tmp_path / "frozen" / f"{digest}.safetensors").read_bytes()

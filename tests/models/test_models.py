@@ -10,13 +10,13 @@ from piecework.models.cascade import (
     Blueprint,
     Cascade,
     ExitHead,
-    batch_norm_names,
     fit_features,
     initial_state,
     isolated_rng,
     run_atoms,
     unit_of,
 )
+from piecework.models.static_norms import batch_norm_names
 from piecework.models.torchvision_names import torchvision_name_map
 from piecework.models.variant import Variant, vary
 from piecework.models.zoo import MODELS, build_blueprint

@@ -249,7 +249,7 @@ def test_blocks_and_output_modules(name, options, sizes) -> None:
     assert [len(block) for block in blocks] == sizes
     assert [atom for block in blocks for atom in block] == list(range(len(blueprint.atoms)))
     model = with_basic_layers(blueprint, blocks)
-    assert (model.feature_shape, model.spare) == (blueprint.feature_shape, len(blocks) - 1)
+    assert (model.feature_shape, model.num_replacement_atoms) == (blueprint.feature_shape, len(blocks) - 1)
     for t in range(1, len(blocks) + 1):
         cascade = cascade_at(model, blocks, t)
         assert cascade == (*range(blocks[t - 1][-1] + 1), *range(len(blueprint.atoms) + t - 1, len(model.atoms)))

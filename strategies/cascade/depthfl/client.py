@@ -55,7 +55,7 @@ class ExitsModel(PieceModel):
 
     def __init__(self, blueprint: Blueprint, atoms: Piece, head: str | None, load: Load) -> None:
         super().__init__(blueprint, atoms, head, load)
-        count = len(blueprint.atoms) - blueprint.spare
+        count = len(blueprint.atoms) - blueprint.num_replacement_atoms
         self.body = [atom for atom in self.atoms if atom < count]
         self.exits = {behind: atom for behind, atom in exits_of(blueprint).items() if atom in self.atoms}
 

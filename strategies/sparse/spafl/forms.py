@@ -20,7 +20,7 @@ from piecework.models.masked import Masked, masked_layers
 from piecework.strategies.sparse.spafl.settings import SpaFLSettings
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
-from piecework.training.loop import Carried, LocalTrainer, MakeLoss, PieceModel, classification_loss, start
+from piecework.training.loop import LocalTrainer, MakeLoss, OptimizerStateStore, PieceModel, classification_loss, start
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.sgd import TrainingConfig
 
@@ -103,7 +103,7 @@ class SparseTrainer(LocalTrainer):
         training_config: TrainingConfig,
         make: Callable[[], list[PieceModel]],
         make_loss: MakeLoss,
-        carried: Carried | None,
+        carried: OptimizerStateStore | None,
         layout: Layout | None,
     ) -> None:
         super().__init__(make, training_config, make_loss, carried)

@@ -74,7 +74,7 @@ def test_a_teachers_logits_are_those_of_the_model_row_by_row(tmp_path: Path) -> 
 
 def model_without(model: Any) -> Any:
     """Without basic layers."""
-    return replace(model, atoms=model.atoms[: len(model.atoms) - model.spare], spare=0)
+    return replace(model, atoms=model.atoms[: len(model.atoms) - model.num_replacement_atoms], num_replacement_atoms=0)
 
 
 @pytest.mark.parametrize(("t", "learns"), [(3, {"atoms.6", "head"}), (2, {"atoms.5"})])
