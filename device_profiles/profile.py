@@ -24,9 +24,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 UNLIMITED, ENDLESS = 2**60, 2**56
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 MESSAGE_COPIES = 3  # at most, in the memory of a device that receives or sends a message
-PROBE_FILE_BYTES = 8_000_000
-PROBE_BLOCK_BYTES = 1_000_000
-PROBE_SECONDS = 0.1
+PROBE_FILE_BYTES, PROBE_BLOCK_BYTES, PROBE_SECONDS = 8_000_000, 1_000_000, 0.1
 CACHE_CAN_BE_DROPPED = hasattr(os, "posix_fadvise")
 
 

@@ -4,7 +4,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +25,7 @@ from piecework.commands.base import (
     err,
     listen,
     out,
+    show_lines,
     show_version,
     tell_steps,
     user_errors,
@@ -33,6 +34,7 @@ from piecework.commands.base import (
 from piecework.commands.deploy import commands
 from piecework.commands.lists import lists
 from piecework.commands.options import Scalars, connection_to, run_command, seeds_from, settings_from
+from piecework.commands.results import results
 from piecework.device_profiles.user_cache import traced_anew
 from piecework.engines.processes import Connection, EngineError
 from piecework.server_app.signals import end_on_hangup
@@ -47,6 +49,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(results)
 app.add_typer(lists)
 app.add_typer(commands)
 
@@ -282,7 +285,7 @@ def show_advice(settings: Settings, question: "PlanQuestion", command: Callable[
         advice = advise(settings, question, tell)
     if (found := advice["recommended"]) is not None:
         found["command"] = command(found["settings"])
-    print(json.dumps({"suggest": advice})) if as_json else show(advice_tables(advice))
+    print(json.dumps({"suggest": advice})) if as_json else show_lines(advice_tables(advice))
 
 
 def show_plan(found: dict[str, Any], picture: str, preset: str, as_json: bool) -> None:
@@ -294,72 +297,11 @@ def show_plan(found: dict[str, Any], picture: str, preset: str, as_json: bool) -
     if as_json:
         print(json.dumps(found))
         return
-    show(plan_tables(found))
+    show_lines(plan_tables(found))
     if picture:
         out.print(f"picture: {picture}", soft_wrap=True)
     elif not preset:
         out.print("to train in a published setting: piecework presets", soft_wrap=True)
-
-
-def show(lines: Iterable[Any]) -> None:
-    """Print sentences and tables; strings, and texts that do not wrap, in one line each, however narrow the terminal is."""
-    for line in lines:
-        one_line = isinstance(line, str) or (isinstance(line, Text) and bool(line.no_wrap))
-        out.print(line, soft_wrap=one_line, highlight=False)
-
-
-@app.command()
-def report(run_dir: Path, as_json: Json = False) -> None:
-    """Write one self-contained HTML page about a run."""
-    from piecework.report.run_page import write_report
-    from piecework.server_app.records import RunDir
-
-    with user_errors(as_json):
-        path = write_report(RunDir(run_dir))
-        if as_json:
-            print(json.dumps({"report": str(path)}))
-        else:
-            out.print(str(path), soft_wrap=True, highlight=False)
-
-
-@app.command()
-def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders in which runs are")],
-    curves: Annotated[str, typer.Option(help="also write accuracy curves to this .html file")] = "",
-    as_json: Json = False,
-) -> None:
-    """Show runs below each other; those that differ only in the seed have a mean and its spread too."""
-    from piecework.report.compare import compare_json, group_runs, runs_at
-    from piecework.report.compare_view import compare_tables, write_curves
-
-    with user_errors(as_json):
-        groups = group_runs(run for path in run_dirs for run in runs_at(path))
-        if curves:
-            write_curves(groups, Path(curves))
-        if as_json:
-            print(json.dumps(compare_json(groups)))
-        else:
-            show(compare_tables(groups))
-
-
-@app.command()
-def clean(
-    output_dir: Annotated[Path, typer.Option(help="where runs are written")] = Path("runs"),
-    cache: Annotated[bool, typer.Option(help="also remove converted data sets and kept traces")] = False,
-    as_json: Json = False,
-) -> None:
-    """Remove the stores of emulated clients. A run cleaned this way cannot resume clients that keep state."""
-    from piecework.commands.runs import find_cached, remove, stores
-    from piecework.device_profiles.user_cache import default_cache
-
-    with user_errors(as_json):
-        paths = stores(output_dir) + (find_cached(default_cache()) if cache else [])
-        freed = remove(paths)
-        print(
-            json.dumps({"removed": [str(path) for path in paths], "bytes": freed})
-            if as_json
-            else f"freed {freed:,} bytes"
-        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

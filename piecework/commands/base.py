@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, signature
@@ -142,3 +142,10 @@ def give_up(message: str, as_json: bool, answer: dict[str, Any]) -> NoReturn:
         print(json.dumps(answer | {"reason": message}))
     err.print(Text.assemble(("error:", "red"), f" {message}"), soft_wrap=True)
     raise typer.Exit(BAD_INPUT)
+
+
+def show_lines(lines: Iterable[Any]) -> None:
+    """Print sentences and tables; strings, and texts that do not wrap, in one line each, however narrow the terminal is."""
+    for line in lines:
+        one_line = isinstance(line, str) or (isinstance(line, Text) and bool(line.no_wrap))
+        out.print(line, soft_wrap=one_line, highlight=False)

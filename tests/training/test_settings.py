@@ -92,7 +92,7 @@ def test_settings_of_earlier_versions() -> None:
     """A run of a version that had more settings can be read and resumed, unless one of them had another value than now."""
     assert Settings.from_run_config({"profl.growing-start": "shrinking", "seed": 3}) == Settings(seed=3)
     with pytest.raises(
-        SettingsError, match="setting profl.growing-start exists no more: only 'shrinking' is left of it"
+        SettingsError, match=r"setting profl.growing-start exists no more: only 'shrinking' is left of it"
     ):
         Settings.from_run_config({"profl.growing-start": "previous"})
 

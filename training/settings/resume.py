@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from piecework.training.capabilities import Scalar
-from piecework.training.settings.run import CHANGEABLE, Settings, SettingsError
+from piecework.training.settings.errors import SettingsError
+from piecework.training.settings.run import CHANGEABLE, Settings
 
 # Settings that a resumed run may set: they affect the rates of the rounds to come.
 EXTENDABLE = frozenset({"training.lr-rounds"})

@@ -6,8 +6,7 @@ string), so it is only read through `Settings.from_run_config`. An error names t
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import PureWindowsPath
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -18,6 +17,7 @@ from pydantic.fields import FieldInfo
 from piecework.device_profiles.documents import shown
 from piecework.training.capabilities import Scalar
 from piecework.training.methods import METHODS, find_entry, table_class
+from piecework.training.settings.errors import KINDS, REMOVED, SettingsError, describe_error, describe_unknown_key
 from piecework.training.settings.shared import (
     ArchitectureSettings,
     AttackSettings,
@@ -49,17 +49,8 @@ CHANGEABLE = frozenset(
     }
 )
 
-# Settings of earlier versions, with the only value that they could have now.
-REMOVED: dict[str, Scalar] = {"profl.growing-start": "shrinking"}
-
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}  # of a setting, by its default
-
 
 T = TypeVar("T", bound=Table)
-
-
-class SettingsError(ValueError):
-    """A setting is unknown, of the wrong type or out of range."""
 
 
 class Settings(Table):
@@ -239,7 +230,7 @@ class Settings(Table):
         config = {key: value for key, value in config.items() if key not in REMOVED or value != REMOVED[key]}
         for key, value in config.items():
             if key not in known:
-                raise SettingsError(_unknown_key(key, known))
+                raise SettingsError(describe_unknown_key(key, known))
             if not isinstance(value, Scalar):
                 raise SettingsError(f"setting {key} = {shown(value)}: should be {KINDS[type(known[key].default)]}")
         # with their types, because a cache treats True, 1 and 1.0 as equal
@@ -257,7 +248,7 @@ class Settings(Table):
         update, tables = dict[str, Any](), dict(self._tables)
         for key, value in values.items():
             if key not in fields(strategy):
-                raise SettingsError(_unknown_key(key, fields(strategy)))
+                raise SettingsError(describe_unknown_key(key, fields(strategy)))
             name, _, field = key.replace("-", "_").rpartition(".")
             if not name:
                 update[field] = value
@@ -337,32 +328,8 @@ def _validated(cls: type[Settings], items: tuple[tuple[str, type, Scalar], ...])
     except ValidationError as error:
         errors = [*error.errors(), *errors]
     if errors:
-        raise SettingsError("\n".join(map(_explain, errors)))
+        raise SettingsError("\n".join(map(describe_error, errors)))
     return settings._with(own)
-
-
-def _unknown_key(key: str, fields: Iterable[str]) -> str:
-    if key in REMOVED:
-        return f"setting {key} exists no more: only {REMOVED[key]!r} is left of it, so leave it out"
-    given = key.replace("_", "-")
-    known = {name.replace(".", "-"): name for name in fields}
-    last = {name.rpartition(".")[2] for name in fields}
-    if given.replace(".", "-") in known:
-        near = [known[given.replace(".", "-")]]
-    else:
-        close = get_close_matches(given.rpartition(".")[2], last, n=1, cutoff=0.7)
-        near = [name for name in fields if name.rpartition(".")[2] in close]
-    if near:
-        return f"unknown setting {key!r}: did you mean {' or '.join(map(repr, near))}?"
-    return f"unknown setting {key!r}: `piecework settings` lists all {len(known)}"
-
-
-def _explain(error: Mapping[str, Any]) -> str:
-    if not error["loc"]:
-        return str(error["msg"]).removeprefix("Value error, ")
-    key = ".".join(map(str, error["loc"]))
-    message = str(error["msg"]).removeprefix("Input ")
-    return f"setting {key} = {shown(error['input'])}: {message}"
 
 
 def too_many_asked(settings: Settings, clients: int) -> str:

@@ -76,6 +76,10 @@ class ProFLCut(Cut):
             )
         return cut
 
+    def parameters_of(self, t: int) -> int:
+        """Return the number of parameters of block t."""
+        return self.part(self.item(self.blocks[t - 1])).parameters
+
     def divided(self, blocks: Sequence[Piece]) -> Self:
         """Return the cut with these blocks."""
         return self.having(cut_blocks=tuple(blocks))

@@ -61,12 +61,11 @@ from piecework.strategies.cascade.profl.freezing import (
     Freezing,
     converged,
     effective_movement,
-    rounds_by_parameters,
     slopes,
     threshold,
     times_below,
 )
-from piecework.strategies.cascade.profl.phases import Phase, phases_of
+from piecework.strategies.cascade.profl.phases import Phase, allot_rounds, phases_of
 from piecework.strategies.cascade.profl.settings import ProFLSettings
 from piecework.strategies.method import Round, StagedMethod, streamed_evaluation
 from piecework.strategies.resources import ClientResources
@@ -105,11 +104,7 @@ class ProFL(StagedMethod):
     name = "profl"
     can = METHODS["profl"].can
     refuses = (
-        Refusal(
-            "architecture.batch-norm",
-            "profl averages whole blocks; use measured, running or batch",
-            ("local",),
-        ),
+        Refusal("architecture.batch-norm", "profl averages whole blocks; use measured, running or batch", ("local",)),
         Refusal("evaluation.patience", OTHER_STEPS),
         Refusal("evaluation.target-accuracy", OTHER_STEPS),
     )
@@ -136,7 +131,7 @@ class ProFL(StagedMethod):
         self.cut = self.cut.divided([tuple(block) for block in state.blocks])
         self.phases, self._costs = self._phases(), {}
         if not state.maximum:
-            state.maximum = self._rounds()
+            state.maximum = allot_rounds(self.phases, self.own, self.settings.num_rounds, self.cut.parameters_of)
         if len(state.maximum) != len(self.phases):
             raise ValueError(
                 f"the run to resume has {len(state.maximum)} phases, this version plans {len(self.phases)} for these settings: "
@@ -154,30 +149,6 @@ class ProFL(StagedMethod):
             measured = {name: array for name, array in update.arrays.items() if name.endswith(MEASURED)}
             update = replace(update, arrays=measured)
         super().combine(current, client, update)
-
-    def _rounds(self) -> list[int]:
-        settings, phases = self.settings, self.phases
-        steps, maps = [phase for phase in phases if phase.is_step], sum(phase.kind == "map" for phase in phases)
-        statistics = len(phases) - len(steps) - maps
-        left = settings.num_rounds - self.own.distil_rounds * maps - statistics
-        by_parameters = self.own.freezing == "parameters"
-        if self.own.stage_rounds and not by_parameters:
-            allotted = [self.own.stage_rounds] * len(steps)
-        elif left < len(steps):
-            raise ValueError(
-                f"num-rounds = {settings.num_rounds} is too few: {len(steps)} steps, and {maps} maps of profl.distil-rounds = "
-                f"{self.own.distil_rounds}, need {settings.num_rounds - left + len(steps)}"
-                + (", one of them for statistics" if statistics else "")
-            )
-        else:
-            parameters = [self._parameters(phase.t) if by_parameters else 1 for phase in steps]
-            allotted = rounds_by_parameters(parameters, left)
-        rounds = iter(allotted)
-        fixed = {"map": self.own.distil_rounds, "statistics": 1}
-        return [next(rounds) if phase.is_step else fixed[phase.kind] for phase in phases]
-
-    def _parameters(self, t: int) -> int:
-        return self.cut.part(self.cut.item(self.cut.blocks[t - 1])).parameters
 
     def _phases(self) -> list[Phase]:
         settings = self.settings

@@ -4,7 +4,7 @@ Yue Niu, Saurav Prakash, Souvik Kundu, Sunwoo Lee, Salman Avestimehr, "Overcomin
 Large Models Can Be Trained with only Weak Clients", TMLR 2023, https://openreview.net/forum?id=lx1WnkL9fk
 
     Algorithm 1, lines 1 and 10, SVD                models/kernels.py: decompose; prism/server.py: PriSM.kernels
-    line 5, the size of I_c                         prism/server.py: PriSMCut.ratios; heterofl/server.py: HeteroFLCut.level_of
+    line 5, the size of I_c                         prism/cut.py: PriSMCut.ratios; heterofl/server.py: HeteroFLCut.level_of
     line 6, I_c (section 3.2.1, Eq. 2)              models/kernels.py: sample; prism/server.py: PriSM.draw
     line 7, LocalTrain (lines 12 to 17, Eq. 6)      strategies/low_rank/prism/client.py: train, low_rank_loss
     line 9, aggregate (Eq. 5)                       prism/server.py: PriSM.combine, PriSM.finish
@@ -59,71 +59,21 @@ from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.kernels import Sampling, compose, decompose, effective_rank, inclusion, sample
 from piecework.models.low_rank import Factors, LowRank, computed, factors, is_place, norms
-from piecework.models.variant import Variant, vary
+from piecework.models.variant import vary
 from piecework.models.width import Indices, shapes, take
-from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
-from piecework.planning.cut import Cut, Traffic
-from piecework.planning.part import Part
-from piecework.strategies.low_rank.prism.client import LowRankModel, PriSMTaskConfig, low_rank_loss
+from piecework.strategies.low_rank.prism.client import PriSMTaskConfig
+from piecework.strategies.low_rank.prism.cut import PriSMCut
 from piecework.strategies.low_rank.prism.settings import PriSMSettings
 from piecework.strategies.method import Reading, Round
 from piecework.strategies.serving import Serving
-from piecework.strategies.width.heterofl.server import NO_NORMS_OF_THEIR_OWN, HeteroFL, HeteroFLCut
+from piecework.strategies.width.heterofl.server import NO_NORMS_OF_THEIR_OWN, HeteroFL
 from piecework.training.capabilities import Refusal
 from piecework.training.messages import TaskConfig
 from piecework.training.methods import METHODS
 from piecework.training.randomness import generator
 
 SPECTRA = -1  # in the memo of a round: sigma of the model that it trains, by weight
-
-
-class PriSMCut(HeteroFLCut):
-    """One stage: each device trains the largest sub-model that fits. A `level` is the index of a keep ratio in `ratios`."""
-
-    method: "type[PriSM]"
-
-    @cached_property
-    def ratios(self) -> list[float]:
-        """The keep ratios of the run, largest first."""
-        return self.settings.of(PriSMSettings).ratios()
-
-    def require_model(self) -> None:
-        """Raise ValueError for a model without a layer that can be factorised, or with a chain that cannot be."""
-        vary(self.blueprint, self.factorised(1.0))
-
-    def variant_of(self, level: int) -> Variant:
-        """Return the variant of keep ratio number `level`."""
-        return self.factorised(self.ratios[level])
-
-    def factorised(self, keep: float) -> Variant:
-        """Return the variant that keeps this fraction of the kernels (1 = all)."""
-        return Variant(changes=(LowRank(keep, self.channels_computed),))
-
-    @property
-    def channels_computed(self) -> Literal["first", "random", "all"]:
-        """The output channels that a sub-model computes."""
-        found: Literal["first", "random", "all"] = (
-            self.method.computes or self.settings.of(PriSMSettings).output_channels
-        )
-        return found
-
-    def traffic(self, parts: list[Part]) -> Traffic:
-        """Return the bytes and the values of the sub-model's arrays."""
-        return Cut.traffic(self, parts)
-
-    def plain_part(self, item: WorkItem) -> Part:
-        """Return all of a sub-model, with the regulariser of Eq. 6 in its loss."""
-        keep = item.variant.find(LowRank).keep
-        return Part(
-            self.models[self.levels[item.variant]],
-            item.atoms,
-            make_loss=low_rank_loss(self.settings.training.weight_decay),
-            name=f"sub-model {keep:.4g}",
-            piece_class=LowRankModel,
-            # sub-models compute the first channels, the same in all rounds, or others, which reach all in time
-            channels=keep if self.channels_computed == "first" else 1.0,
-        )
 
 
 class ComposedServing(Serving):

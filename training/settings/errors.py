@@ -1,0 +1,43 @@
+"""What is said of settings that are wrong: unknown keys and values that are not allowed."""
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from piecework.device_profiles.documents import shown
+from piecework.training.capabilities import Scalar
+
+# Settings of earlier versions, with the only value that they could have now.
+REMOVED: dict[str, Scalar] = {"profl.growing-start": "shrinking"}
+
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}  # of a setting, by its default
+
+
+class SettingsError(ValueError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+def describe_unknown_key(key: str, fields: Iterable[str]) -> str:
+    """Return the error for a key that is none of the fields', with those that it may be meant for."""
+    if key in REMOVED:
+        return f"setting {key} exists no more: only {REMOVED[key]!r} is left of it, so leave it out"
+    given = key.replace("_", "-")
+    known = {name.replace(".", "-"): name for name in fields}
+    last = {name.rpartition(".")[2] for name in fields}
+    if given.replace(".", "-") in known:
+        near = [known[given.replace(".", "-")]]
+    else:
+        close = get_close_matches(given.rpartition(".")[2], last, n=1, cutoff=0.7)
+        near = [name for name in fields if name.rpartition(".")[2] in close]
+    if near:
+        return f"unknown setting {key!r}: did you mean {' or '.join(map(repr, near))}?"
+    return f"unknown setting {key!r}: `piecework settings` lists all {len(known)}"
+
+
+def describe_error(error: Mapping[str, Any]) -> str:
+    """Return an error of pydantic's in words: the key, the value and what is allowed."""
+    if not error["loc"]:
+        return str(error["msg"]).removeprefix("Value error, ")
+    key = ".".join(map(str, error["loc"]))
+    message = str(error["msg"]).removeprefix("Input ")
+    return f"setting {key} = {shown(error['input'])}: {message}"
