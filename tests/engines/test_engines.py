@@ -36,6 +36,7 @@ from piecework.engines.processes import free_ports
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import resolve_run_dir
 from piecework.server_app.run_lock import run_lock
+from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.training.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,7 +165,7 @@ def test_plain_flwr_run_has_every_setting() -> None:
     assert defaults == Settings().to_run_config()
     given = parse_config_args(["fedprophet.apa-step=0.2 num-rounds=3"])
     values = Settings.from_run_config(fuse_dicts(defaults, given, check_keys=True))
-    assert (values.fedprophet.apa_step, values.num_rounds) == (0.2, 3)
+    assert (values.of(FedProphetSettings).apa_step, values.num_rounds) == (0.2, 3)
 
 
 def test_resident_set_stays_within_the_budget(tmp_path: Path) -> None:
