@@ -24,7 +24,7 @@ from piecework.models.low_rank import computed, factors, is_place, low_rank
 from piecework.server_app.records import RunDir
 from piecework.strategies.low_rank.prism.settings import PriSMSettings
 from piecework.training.examples import as_inputs
-from piecework.training.loop import predictions
+from piecework.training.scoring import predictions
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, dataset_of
 

@@ -16,17 +16,10 @@ from piecework.models.work_item import WorkItem
 from piecework.training.accelerator import CPU
 from piecework.training.answers import Metrics
 from piecework.training.examples import Examples, batches, feature_examples
-from piecework.training.loop import (
-    Load,
-    PieceModel,
-    as_rows,
-    evaluate_examples,
-    in_precision,
-    load_for_device,
-    parts_of,
-)
+from piecework.training.loop import Load, PieceModel, as_rows, in_precision, load_for_device
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.randomness import generator
+from piecework.training.scoring import evaluate_examples, parts_of
 from piecework.training.settings import Settings
 from piecework.training.sgd import TrainingConfig
 

@@ -23,18 +23,10 @@ from piecework.training.accelerator import to_device
 from piecework.training.answers import Metrics
 from piecework.training.attacks import Attack, Gradient, pgd
 from piecework.training.examples import Examples, batches
-from piecework.training.loop import (
-    Load,
-    PieceModel,
-    as_rows,
-    classification_loss,
-    in_precision,
-    parts_of,
-    predictions,
-    score,
-)
+from piecework.training.loop import Load, PieceModel, as_rows, classification_loss, in_precision
 from piecework.training.memory_cap import uncounted
 from piecework.training.messages import Task
+from piecework.training.scoring import parts_of, predictions, score
 from piecework.training.sgd import TrainingConfig
 
 

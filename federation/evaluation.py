@@ -18,9 +18,10 @@ from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
 from piecework.training.attacks import Attack, by_backward, pgd
 from piecework.training.examples import as_inputs
-from piecework.training.loop import PieceModel, classification_loss, load_for_device, predictions
+from piecework.training.loop import PieceModel, classification_loss, load_for_device
 from piecework.training.memory_cap import keep_heap_loose, return_free_memory
 from piecework.training.randomness import generator, integer
+from piecework.training.scoring import predictions
 from piecework.training.settings import Settings
 
 

@@ -23,11 +23,11 @@ from piecework.training.loop import (
     as_rows,
     channels_last,
     in_precision,
-    score,
     single_loss,
     start,
     train_step,
 )
+from piecework.training.scoring import score
 from piecework.training.sgd import TrainingConfig
 
 

@@ -16,9 +16,10 @@ from piecework.models.work_item import WorkItem
 from piecework.strategies.width.heterofl import client as heterofl
 from piecework.strategies.width.heterofl.client import HeteroFLTaskConfig
 from piecework.training.examples import normalised
-from piecework.training.loop import PieceModel, predictions
+from piecework.training.loop import PieceModel
 from piecework.training.messages import Task
 from piecework.training.methods import METHODS
+from piecework.training.scoring import predictions
 from piecework.training.settings import SettingsError
 from piecework.training.setup import all_client_rows, open_dataset
 

@@ -27,8 +27,9 @@ from piecework.planning.part import Part, whole_model
 from piecework.strategies import find_method
 from piecework.strategies.width.allsmall import AllSmallCut
 from piecework.strategies.width.heterofl.server import HeteroFL, HeteroFLCut
-from piecework.training.loop import PieceModel, classification_loss, predictions
+from piecework.training.loop import PieceModel, classification_loss
 from piecework.training.methods import METHODS
+from piecework.training.scoring import predictions
 from piecework.training.sgd import TrainingConfig
 
 

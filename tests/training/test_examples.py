@@ -11,8 +11,8 @@ from piecework.device_profiles.memory import PeakMemory
 from piecework.federated_data.datasets import ArrayDataset, DatasetError
 from piecework.models.cascade import fit_features
 from piecework.training.examples import Augmentation, batches, feature_examples, normalised, training_examples
-from piecework.training.loop import evaluate_examples
 from piecework.training.memory_cap import MemoryCap
+from piecework.training.scoring import evaluate_examples
 from piecework.training.setup import PixelScale, open_dataset, scaled
 
 

@@ -32,16 +32,9 @@ from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.training.answers import Metrics
 from piecework.training.attacks import Attack, Loss, pgd
 from piecework.training.examples import Examples, batches
-from piecework.training.loop import (
-    Load,
-    LocalTrainer,
-    MakeLoss,
-    PieceModel,
-    classification_loss,
-    in_precision,
-    parts_of,
-)
+from piecework.training.loop import Load, LocalTrainer, MakeLoss, PieceModel, classification_loss, in_precision
 from piecework.training.messages import Task, TaskConfig
+from piecework.training.scoring import parts_of
 from piecework.training.settings import Settings
 from piecework.training.setup import image_attack
 

@@ -15,8 +15,9 @@ from piecework.models.dual_norm import use
 from piecework.strategies.whole.fedrbn.client import BRANCHES
 from piecework.training.attacks import by_backward, pgd
 from piecework.training.examples import Examples
-from piecework.training.loop import PieceModel, classification_loss, predictions
+from piecework.training.loop import PieceModel, classification_loss
 from piecework.training.randomness import integer
+from piecework.training.scoring import predictions
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import dataset_of, image_attack
 
