@@ -36,6 +36,7 @@ from piecework.training.accelerator import NoAcceleratorError, find_device, with
 from piecework.training.answers import Metrics, NodeInfo, Outcome, reply
 from piecework.training.memory_cap import ResidentPeak, is_out_of_memory
 from piecework.training.messages import Question, Task, content_bytes
+from piecework.training.methods import METHODS
 from piecework.training.settings import Settings
 
 app = ClientApp()
@@ -156,9 +157,17 @@ def too_little(error: Exception, store: Store, client: Client | None) -> Outcome
     return Outcome("memory", 0, allowed, f"the device ran out of memory: {type(error).__name__}: {error}")
 
 
+def require_strategy_of_run(strategy: str, context: Context) -> None:
+    """Raise ValueError for a strategy outside the repository that is not the run's: no message alone has a module imported."""
+    of_run = context.run_config.get("strategy")
+    if strategy not in METHODS and strategy != of_run:
+        raise ValueError(f"the task is of strategy {strategy!r}, but the run's is {of_run!r}")
+
+
 def answer(message: Message, context: Context, work: Callable[[Client, Task], Answer]) -> Message:
     """Run a task and return the reply. Too little memory, missing frozen units and a missing GPU are normal replies too."""
     record = message.content.config_records["task"]
+    require_strategy_of_run(str(record["strategy"]), context)
     find_trainer(str(record["strategy"]))  # imports it: the task may hold values of the method's own
     task = Task.from_record(record)
     message_bytes = content_bytes(message.content)

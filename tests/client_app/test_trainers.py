@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 from helpers import a_client, same, tiny_settings
 from torch.nn import functional as F
 
 from piecework.client_app import whole as fedavg
+from piecework.client_app.app import require_strategy_of_run
 from piecework.client_app.client import Client, Update
 from piecework.client_app.features import teacher_logits
 from piecework.client_app.trainers import find_trainer
@@ -322,9 +324,18 @@ def test_refusals(tmp_path: Path) -> None:
 def test_unknown_trainer() -> None:
     with pytest.raises(
         ValueError,
-        match="strategy 'magic' has no trainer; strategies with one are allsmall, depthfl, exclusivefl, fedavg",
+        match="unknown strategy 'magic': known are allsmall, depthfl, exclusivefl, fedavg",
     ):
         find_trainer("magic")
+
+
+def test_a_message_alone_has_no_module_imported() -> None:
+    """A strategy outside the repository is a module's name, so a client trains only that of its run's configuration."""
+    context = Context(1, 1, {}, RecordDict(), {"strategy": "my_fedprox:FedProx"})
+    require_strategy_of_run("my_fedprox:FedProx", context)
+    require_strategy_of_run("fedavg", context)
+    with pytest.raises(ValueError, match="the task is of strategy 'this:s', but the run's is 'my_fedprox:FedProx'"):
+        require_strategy_of_run("this:s", context)
 
 
 def test_training_learns(tmp_path: Path) -> None:

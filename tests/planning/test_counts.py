@@ -86,4 +86,4 @@ def test_rules_count_as_real_runs_do(model: str, shape: tuple[int, ...], sparse:
     blueprint = build_blueprint(model, num_classes=classes, input_shape=shape, batch_norm="running")
     for strategy, values in (("spafl", sparse), ("fedavg", dense), ("heterofl", dense / 2)):
         policy = find_method(strategy).make_cut(blueprint, cost_model_for(settings, blueprint), settings)
-        assert policy.values(list(policy.stages[0].parts)) == (values, values)
+        assert policy.traffic(list(policy.stages[0].parts)).values == (values, values)

@@ -175,6 +175,7 @@ REFUSED = {
     "feddf": ("lstm-imdb",),  # one logit
     "fedet": ("lstm-imdb",),
     "fedpm": ("deit-tiny", "lstm-imdb", "vit"),
+    "fedprophet": ("lstm-imdb",),  # tokens cannot be attacked
     "fedrbn": ("cnn-femnist", "deit-tiny", "lenet5", "lstm-imdb", "vit"),  # no batch norm
     "local": ("lstm-imdb",),
     "spafl": ("lstm-imdb",),

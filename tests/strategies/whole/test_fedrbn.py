@@ -359,7 +359,7 @@ def test_clients_evaluate_by_the_branch_too(tmp_path: Path) -> None:
         changes = {"fedrbn__evaluation_branch": branch, "evaluation__mode": "personal"}
         (found[branch],) = run_local(tmp_path / branch, **SMALL | changes).rounds()
     assert found["oracle"]["loss"] == found["clean"]["loss"] != found["adversarial"]["loss"]
-    with pytest.raises(ValueError, match=r"fedrbn\.evaluation-branch = 'detector' needs the server's public data"):
+    with pytest.raises(ValueError, match=r"evaluation\.mode = 'personal': the detector of fedrbn"):
         run_local(tmp_path / "d", **SMALL | {"fedrbn__evaluation_branch": "detector", "evaluation__mode": "personal"})
 
 
