@@ -62,14 +62,14 @@ FEDPROX = "my_fedprox:FedProx"
 
 
 def python_blocks(name: str) -> list[tuple[str, str]]:
-    """The code blocks of docs/extend.md that begin with a comment like this name, by the part of it in brackets."""
-    text = (ROOT / "docs" / "extend.md").read_text("utf-8")
+    """The code blocks of both pages that begin with a comment like this name, by the part of it in brackets."""
+    text = "".join((ROOT / "docs" / page).read_text("utf-8") for page in ("extend.md", "models.md"))
     return re.findall(rf"```(?:python|toml)\n# {name}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the files of docs/extend.md, of which the modules can be imported."""
+    """A folder with the files of docs/extend.md and docs/models.md, of which the modules can be imported."""
     folder = tmp_path_factory.mktemp("page")
     for name, code in python_blocks(r"(\w+\.(?:py|toml))"):
         (folder / name).write_text(code, encoding="utf-8")
@@ -77,6 +77,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         import_module("run_all")
+        MODELS["mlp"] = import_module("my_model").mlp  # again, if these tests began before others and go on after them
         yield folder
         MODELS.pop("mlp")
 
