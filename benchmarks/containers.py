@@ -112,7 +112,7 @@ def parts_to_try(cost_model: "CostModel", blueprint: "Blueprint", budget: int) -
     names = atom_names(blueprint)
     pieces = pieces_to_try(len(names), cost, budget, names)
     found = {Part(blueprint, piece): fits for piece, fits in pieces.items()}
-    fitted = cost_model.fitted(Part(blueprint, tuple(range(len(names)))), budget)
+    fitted = cost_model.fit_part(Part(blueprint, tuple(range(len(names)))), budget)
     return found | {fitted: cost_model.bytes(fitted) <= budget}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import tomli_w
 
 from piecework.training.settings import Settings
-from piecework.training.settings.table import nested
+from piecework.training.settings.table import nest
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 CONFIG = re.compile(r"^\[tool\.flwr\.app\.config\]\n.*?(?=^\[(?!tool\.flwr\.app\.config))", re.MULTILINE | re.DOTALL)
@@ -20,7 +20,7 @@ CONFIG = re.compile(r"^\[tool\.flwr\.app\.config\]\n.*?(?=^\[(?!tool\.flwr\.app\
 
 def with_defaults(text: str) -> str:
     """Return the text of a pyproject.toml with the declared defaults in it."""
-    tables = {"tool": {"flwr": {"app": {"config": nested(Settings().to_run_config())}}}}
+    tables = {"tool": {"flwr": {"app": {"config": nest(Settings().to_run_config())}}}}
     return CONFIG.sub(lambda _: f"{tomli_w.dumps(tables)}\n", text)
 
 

@@ -200,7 +200,7 @@ def work_of(settings: Settings) -> Work:
             if some
         ]
         client.append(fmean(flops))
-    step = policy.cost_model.traced(whole_model(policy.blueprint)).flops  # random data train all that they can
+    step = policy.cost_model.trace(whole_model(policy.blueprint)).flops  # random data train all that they can
     return Work(client, rounds, other_flops(settings, policy, question.examples), step)
 
 

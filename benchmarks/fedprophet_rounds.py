@@ -85,7 +85,7 @@ def batches(setting: Setting, atoms: Piece, how: How) -> tuple[tuple[Batch, int]
     policy = policy_for(setting.flags)
     part, size = policy.part(policy.item(atoms)), policy.settings.training.batch_size
     features = policy.cost_model.bytes(part) // 4 - 3 * part.parameters
-    flops = policy.cost_model.traced(part).flops if how.true_flops else 2 * macs(part, size) * (1 + how.attack_steps)
+    flops = policy.cost_model.trace(part).flops if how.true_flops else 2 * macs(part, size) * (1 + how.attack_steps)
     full, left_over = divmod(setting.examples, size)
     short = ITERATIONS // (full + 1) if how.remainder else 0
     steps = how.attack_steps if how.attack_swaps else 0
@@ -142,7 +142,7 @@ def fedprophet(setting: Setting, drawn: Rounds, how: How, dma: bool = True) -> l
         rounds = []
         for states in drawn:
             slowest = min(state.flops_per_second for state in states)
-            pieces = [policy.assigned(stage, state, slowest) if dma else module.atoms for state in states]
+            pieces = [policy.choose_atoms(stage, state, slowest) if dma else module.atoms for state in states]
             work = [batches(setting, piece, how) for piece in pieces]
             rounds.append(of_round(list(map(client_seconds, states, work)), how))
         stages.append(rounds)

@@ -59,7 +59,7 @@ def line(name: str, batch: int, timed: bool) -> str:
         cell(costs, plain, part, seconds[n] / seconds[0] if timed else 0.0) for n, part in enumerate(found, start=1)
     ]
     systems = CUTS[:1] if is_token_model(name) else CUTS  # the others attack images, or have basic layers for maps
-    fitted = cost_model_for(settings.changed({"memory.fit": ",".join(WAYS["both"])}), blueprint)
+    fitted = cost_model_for(settings.with_values({"memory.fit": ",".join(WAYS["both"])}), blueprint)
     cuts = [
         " to ".join(f"{largest(each, strategy, settings) / costs.bytes(plain):.2f}" for each in (costs, fitted))
         for strategy in systems
@@ -72,7 +72,7 @@ def line(name: str, batch: int, timed: bool) -> str:
 def cell(costs: CostModel, plain: Part, part: Part, factor: float) -> str:
     """Return a step's fraction of the plain step's bytes, its multiple of the FLOPs, and how it fits."""
     how = f"of {part.micro_batch}" if part.micro_batch else ""
-    said = f"{costs.bytes(part) / costs.bytes(plain):.2f} {costs.traced(part).flops / costs.traced(plain).flops:.2f}x"
+    said = f"{costs.bytes(part) / costs.bytes(plain):.2f} {costs.trace(part).flops / costs.trace(plain).flops:.2f}x"
     return " ".join(filter(None, (said, f"{factor:.2f}t" if factor else "", how)))
 
 
@@ -86,9 +86,9 @@ def largest(costs: CostModel, strategy: str, settings: Settings) -> int:
 
 def finest(costs: CostModel, strategy: str, settings: Settings) -> Cut:
     """Return the policy that cuts a model as finely as a strategy can, so that every atom is in a piece."""
-    policy = find_method(strategy).make_cut(costs.reference, costs, settings.changed({"strategy": strategy}))
+    policy = find_method(strategy).make_cut(costs.reference, costs, settings.with_values({"strategy": strategy}))
     alone = (
-        [policy.needed(policy.item((atom,))) for atom in range(len(policy.blueprint.atoms))]
+        [policy.needed_bytes(policy.item((atom,))) for atom in range(len(policy.blueprint.atoms))]
         if policy.can.single_atoms
         else []
     )

@@ -46,13 +46,13 @@ def main() -> None:
         shape, classes = usual_input(name)
         blueprint = build_blueprint(name, num_classes=classes, input_shape=shape, batch_norm="running")
         costs = cost_model_for(settings, blueprint)
-        fitted = cost_model_for(settings.changed({"memory.fit": ",".join(WAYS)}), blueprint)
+        fitted = cost_model_for(settings.with_values({"memory.fit": ",".join(WAYS)}), blueprint)
         plain = whole_model(blueprint)
         unit = costs.bytes(plain), step_seconds(costs, plain)
         curves[name] = [relative(costs.bytes(part), step_seconds(costs, part), unit) for part in steps(costs, plain)]
         print(name, "whole", *shown(curves[name]), flush=True)
         for strategy in CUTS:
-            own = settings.changed({"strategy": strategy})
+            own = settings.with_values({"strategy": strategy})
             policies = [finest(each, strategy, own) for each in (costs, fitted)]
             cut = [[part for stage in policy.stages for part in stage.parts] for policy in policies]
             sizes = [largest(each, strategy, own) for each in (costs, fitted)]

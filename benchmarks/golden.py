@@ -140,8 +140,8 @@ def run(folder: Path, values: dict[str, Any], resumed: bool) -> RunDir:
     run_dir = RunDir(folder / "run")
     settings = Settings.from_run_config(values | {"output-dir": str(folder), "run-name": "run"})
     if resumed:
-        launch(settings.changed({"num-rounds": 1}), run_dir, lambda _: None)
-        settings = settings.changed({"resume-from": str(run_dir.path)})
+        launch(settings.with_values({"num-rounds": 1}), run_dir, lambda _: None)
+        settings = settings.with_values({"resume-from": str(run_dir.path)})
     launch(settings, run_dir, lambda _: None)
     return run_dir
 

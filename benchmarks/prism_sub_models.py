@@ -20,7 +20,7 @@ from piecework.commands.console import PlainConsole
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.models.cascade import Blueprint, Cascade
 from piecework.models.kernels import decompose, sample
-from piecework.models.low_rank import computed, factors, is_place, low_rank
+from piecework.models.low_rank import factors, find_computed, is_place, low_rank
 from piecework.server_app.records import RunDir
 from piecework.strategies.low_rank.prism.settings import PriSMSettings
 from piecework.training.examples import as_inputs
@@ -52,7 +52,7 @@ def sub_model(
         )
         if layer.bias:
             state[layer.bias[0]] = state.pop(layer.bias[1])
-    for name, made in computed(small).items():
+    for name, made in find_computed(small).items():
         if is_place(name):
             state[name] = rows[made[0]]
         for axis, weight in enumerate(made if not is_place(name) else ()):

@@ -31,7 +31,7 @@ from piecework.federated_data.partition import iid
 from piecework.models.cascade import Cascade
 from piecework.models.zoo import build_blueprint
 from piecework.server_app.records import RunDir
-from piecework.training.examples import batches, normalised
+from piecework.training.examples import batches, normalise
 from piecework.training.loop import channels_last
 from piecework.training.memory_cap import ResidentPeak
 from piecework.training.settings import Settings
@@ -68,7 +68,7 @@ def plain_worker(
     while (client := jobs.get()) is not None:
         model.load_state_dict(weights)
         optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, fused=True)
-        images, labels = normalised(data.inputs[rows[client]], data), torch.tensor(data.labels[rows[client]])
+        images, labels = normalise(data.inputs[rows[client]], data), torch.tensor(data.labels[rows[client]])
         rng = np.random.default_rng(client)
         for _ in range(epochs):
             for positions in batches(len(labels), BATCH, rng, drop_single=True):

@@ -21,7 +21,7 @@ from piecework.device_profiles.memory import PeakMemory
 from piecework.device_profiles.profile import available_memory
 from piecework.models.cascade import Blueprint
 from piecework.models.compact import layout
-from piecework.models.masked import masked
+from piecework.models.masked import mask_model
 from piecework.models.zoo import build_blueprint, usual_input
 from piecework.strategies.sparse.spafl.forms import SparseModel, sparse_loss
 from piecework.training.accelerator import without_denormals
@@ -76,7 +76,7 @@ def main() -> None:
     given = parser.parse_args()
     shape, classes = usual_input(given.model)
     plain = build_blueprint(given.model, num_classes=classes, input_shape=shape)
-    whole = masked(plain)
+    whole = mask_model(plain)
     layers = len(SparseModel(whole, range(len(whole.atoms)), "head", whole.build_unit).layers())
     if given.densities.startswith("layers="):
         choices = [[float(each) for each in given.densities.removeprefix("layers=").split(",")]]
@@ -99,7 +99,7 @@ def main() -> None:
     )
     rows[1] |= {"form": "masked", "density": 1.0}
     for densities in choices:
-        small, _ = pruned(whole, densities).compacted(layout(plain, whole))
+        small, _ = pruned(whole, densities).compact(layout(plain, whole))
         found = measured(small, sparse_loss(0.002), training_config, given.steps)
         rows.append({"form": "compact", "density": mean(densities), "seconds": found[0], "bytes": found[1]})
     if given.json:

@@ -130,7 +130,7 @@ def statistics(message: Message, context: Context) -> Message:
         arrays = pack(client.store, units, is_statistic)
         counted: Metrics = {
             "num-examples": len(client.local_data(STAGES)),
-            "predicted-peak": task.needed(served_item(task)) or 0,
+            "predicted-peak": task.needed_bytes(served_item(task)) or 0,
         }
         return Outcome("ok"), counted, arrays
 

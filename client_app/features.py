@@ -43,7 +43,7 @@ def prefix_features(
     stored = client.settings.memory.feature_cache
     found = len(modules) - 1 if stored else -1
     features = None
-    while found >= 0 and (features := _opened(client, paths[found], modules[found])) is None:
+    while found >= 0 and (features := _open(client, paths[found], modules[found])) is None:
         found -= 1
     labels = client.local_data(STAGES).labels
     for n in range(found + 1, len(modules)):
@@ -78,7 +78,7 @@ def _shape_behind(client: Client, module: Piece) -> tuple[int, ...]:
     return (*shape[1:], shape[0]) if len(shape) == 3 else shape
 
 
-def _opened(client: Client, path: Path, module: Piece) -> np.ndarray | None:
+def _open(client: Client, path: Path, module: Piece) -> np.ndarray | None:
     try:
         if not is_sealed(path):
             raise ValueError("they do not match their checksum")
@@ -152,7 +152,7 @@ def _stream(
         return FeatureWriter(draft, len(examples), shape, limit, kind)
 
     around = partial(_dropout, client, module, training=training)
-    reads = _mixed(client, len(examples), micro_batch or client.training_config.batch_size)
+    reads = _mix_batches(client, len(examples), micro_batch or client.training_config.batch_size)
     features = client.write_features(
         runs(module), forward, examples, reads, open_file, around, rounded=kind is np.uint16
     )
@@ -173,7 +173,7 @@ def _dropout(client: Client, module: Piece, positions: np.ndarray, *, training: 
     return isolated_rng(integer(client.settings.seed, client.number, "dropout", runs(module), int(positions[0])))
 
 
-def _mixed(client: Client, count: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _mix_batches(client: Client, count: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield batches of `size` positions, and the rows that each of them fills, in a random order that is fixed for the client.
 
     The order is random so that batch statistics come from mixed batches. A last batch of one example would have no

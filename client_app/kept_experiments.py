@@ -56,7 +56,7 @@ def _remove_each(state_dir: Path, current: str, kept: int) -> list[str]:
     notes = []
     for experiment in old_experiments(state_dir, current, kept):
         try:
-            if removed(experiment):
+            if remove(experiment):
                 notes.append(f"removed its store of experiment {experiment.name}: memory.keep-experiments = {kept}")
         except FileNotFoundError:
             pass  # another client has just removed it
@@ -83,14 +83,14 @@ def _last_use(experiment: Path) -> float:
     return max(times)
 
 
-def removed(experiment: Path) -> bool:
+def remove(experiment: Path) -> bool:
     """Remove an experiment in which no task works; return whether it was removed. Raises OSError if it cannot be."""
     with (experiment / IN_USE).open("ab") as file:
-        return removed_under(file, experiment)
+        return remove_under(file, experiment)
 
 
-def removed_under(file: BinaryIO, experiment: Path) -> bool:
-    """Remove an experiment whose file IN_USE is open, as `removed` does."""
+def remove_under(file: BinaryIO, experiment: Path) -> bool:
+    """Remove an experiment whose file IN_USE is open, as `remove` does."""
     try:
         if not lock(file):
             return False

@@ -25,11 +25,11 @@ def overlay_norms(store: Store, state: Path, places: Mapping[str, Indices]) -> N
         if (store.model / path.name).is_file():
             sent, own = dict(store.read([path.stem])), dict(store.read([path.stem], state / FOLDER))
             store.write_units(
-                sent | {name: known(take(array, places.get(name, ())), sent[name]) for name, array in own.items()}
+                sent | {name: prefer_own(take(array, places.get(name, ())), sent[name]) for name, array in own.items()}
             )
 
 
-def known(own: np.ndarray, sent: np.ndarray) -> np.ndarray:
+def prefer_own(own: np.ndarray, sent: np.ndarray) -> np.ndarray:
     """Return the client's own values, and the sent ones where they are NaN."""
     return np.where(np.isnan(own), sent, own) if own.dtype.kind == "f" else own
 

@@ -25,14 +25,14 @@ MOMENTUM = "momentum_"
 OWN = "momentum"  # the folder in a client's state
 
 
-def averaged(blueprint: Blueprint) -> list[str]:
+def averaged_names(blueprint: Blueprint) -> list[str]:
     """Return the names of a sub-model's parameters whose momentum the server averages: factors and batch norms."""
     with torch.device("meta"):
         units = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
-    return [name for unit, module in units.items() for name in _averaged(unit, module)]
+    return [name for unit, module in units.items() for name in _averaged_names(unit, module)]
 
 
-def _averaged(unit: str, module: nn.Module) -> Iterator[str]:
+def _averaged_names(unit: str, module: nn.Module) -> Iterator[str]:
     for path, layer in module.named_modules():
         names: Sequence[str] = ()
         if isinstance(layer, Pair):

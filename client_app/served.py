@@ -18,7 +18,7 @@ def measure_served(task: Task, client: Client) -> list[str]:
 
     Raises MemoryBudgetExceededError if even one atom at a time does not fit.
     """
-    needed = task.needed(served_item(task))
+    needed = task.needed_bytes(served_item(task))
     if not fits(needed, client.allowed):
         raise MemoryBudgetExceededError(needed or 0, client.allowed, "measuring batch norms for the served model")
     measure_statistics(client, tuple(task.atoms), task.head)

@@ -24,7 +24,7 @@ from piecework.training.answers import Metrics
 from piecework.training.attacks import Attack, Gradient, pgd
 from piecework.training.examples import Examples, batches
 from piecework.training.loop import Load, PieceModel, as_rows, classification_loss, in_precision
-from piecework.training.memory_cap import uncounted
+from piecework.training.memory_cap import pause_counting
 from piecework.training.messages import Task
 from piecework.training.scoring import parts_of, predictions, score
 from piecework.training.sgd import TrainingConfig
@@ -181,7 +181,7 @@ def validate(client: Client, cascade: StreamedCascade, attack: Attack, at_once: 
         for positions in parts_of(batch, at_once):
             with client.cap.first("validate", len(positions)):
                 x, y = examples.read(positions), examples.targets(positions)
-                found = attack_batch(cascade, x, y, attack, generator, counted_once(cascade.gradient))
+                found = attack_batch(cascade, x, y, attack, generator, count_once(cascade.gradient))
             loss, correct, robust = loss + float(found[0]), correct + int(found[1]), robust + int(found[2])
         seen += len(batch)
     if not seen:
@@ -194,7 +194,7 @@ def validate(client: Client, cascade: StreamedCascade, attack: Attack, at_once: 
     }
 
 
-def counted_once(gradient: Gradient) -> Gradient:
+def count_once(gradient: Gradient) -> Gradient:
     """Return the gradient function with only its first run in the memory accounting.
 
     All steps of an attack use the same memory, and counting takes longer than a small model itself.
@@ -202,7 +202,7 @@ def counted_once(gradient: Gradient) -> Gradient:
     runs = count()
 
     def again(z: Tensor, y: Tensor) -> Tensor:
-        with uncounted() if next(runs) else nullcontext():
+        with pause_counting() if next(runs) else nullcontext():
             return gradient(z, y)
 
     return again
@@ -220,7 +220,7 @@ def evaluate_cascade(task: Task, client: Client, atoms: Sequence[int]) -> Metric
     """
     if not len(client.validation):
         return {}
-    step = task.evaluated(client.allowed, "evaluating the model, one atom at a time,")
+    step = task.choose_evaluation(client.allowed, "evaluating the model, one atom at a time,")
     examples = behind(client, client.validation, atoms[:-1], atoms[-1], "evaluate", step.examples)
     piece = PieceModel(client.blueprint, atoms[-1:], "head", client.load())
     piece.train(False)

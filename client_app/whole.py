@@ -26,9 +26,9 @@ def whole_network(task: Task, client: Client, doing: str, *, mode: Mode | None =
     in the message what did not fit.
     """
     item = WorkItem(tuple(range(len(client.blueprint.atoms))), variant=task.variant, mode=mode)
-    if not swaps and not fits(task.needed(item), client.allowed):
-        raise task.refused(item, client.allowed, doing)
-    return task.fitted(item, client.allowed)
+    if not swaps and not fits(task.needed_bytes(item), client.allowed):
+        raise task.refusal(item, client.allowed, doing)
+    return task.fit_item(item, client.allowed)
 
 
 def train_whole(

@@ -85,9 +85,9 @@ class _Speller:
         if id(value) in self._begun:
             return f"again({self._begun[id(value)]})"
         self._begun[id(value)] = len(self._begun)
-        return f"local({module!r}, {name!r}, {self._made(value)})"
+        return f"local({module!r}, {name!r}, {self._spell_made(value)})"
 
-    def _made(self, value: Any) -> str:
+    def _spell_made(self, value: Any) -> str:
         """Return the text of a function or a class that is made within a function."""
         if isinstance(value, type):
             own = sorted((key, held) for key, held in vars(value).items() if key not in UNSEEN)

@@ -121,10 +121,12 @@ def closing(answers: Mapping[int, float], deadlines: Mapping[int, float], enough
         there = answers[client] if len(counted) == least else there
         if len(counted) == enough:
             return Closing(counted, answers[client])
-    return Closing(counted, round_seconds(awaited(s, deadlines.get(c, math.inf), there) for c, s in answers.items()))
+    return Closing(
+        counted, round_seconds(seconds_awaited(s, deadlines.get(c, math.inf), there) for c, s in answers.items())
+    )
 
 
-def awaited(answer: float, deadline: float, there: float) -> float:
+def seconds_awaited(answer: float, deadline: float, there: float) -> float:
     """Return the seconds for which a client is awaited that answers after `answer`; enough answers are there after `there`."""
     return min(answer, max(deadline, there))
 
@@ -152,7 +154,7 @@ class Stragglers:
         """Return the seconds until one of them answers, or 0 if none is at work."""
         return min((task["left"] for task in self.tasks if task["left"] > 0), default=0.0)
 
-    def answered(self) -> list[dict[str, Any]]:
+    def take_answered(self) -> list[dict[str, Any]]:
         """Remove and return those that have answered, the first first; `left` says how long ago."""
         done = sorted((t for t in self.tasks if t["left"] <= 0), key=lambda task: (task["left"], task["client"]))
         self.tasks = [task for task in self.tasks if task["left"] > 0]

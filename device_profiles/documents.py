@@ -39,7 +39,7 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def shown(value: Any) -> str:
+def abbreviate(value: Any) -> str:
     """Return a value as Python writes it, for an error message: its beginning if it is long."""
     try:
         text = repr(value)

@@ -75,7 +75,7 @@ class Fleet:
         elsewhere = self.memory_range or self.memories
         return {
             "name": device.name,
-            "memory": None if elsewhere else written(device.memory_bytes),
+            "memory": None if elsewhere else write_memory(device.memory_bytes),
             "memory-ratio": device.memory_ratio,
             "flops": device.flops_per_second,
             "bandwidth": device.bandwidth,
@@ -87,7 +87,7 @@ class Fleet:
         }
 
 
-def written(memory: int | None) -> int | str | None:
+def write_memory(memory: int | None) -> int | str | None:
     """Return a device's memory as a fleet's JSON has it."""
     return "unlimited" if memory is not None and is_unlimited(memory) else memory
 
@@ -147,7 +147,7 @@ def device_of(fleet: Fleet, client: int, clients: int, seed: int) -> DeviceProfi
     return replace(fleet.devices[0], memory_bytes=int(memory))
 
 
-def named_device(fleet: Fleet, name: str) -> DeviceProfile:
+def find_device(fleet: Fleet, name: str) -> DeviceProfile:
     """Return the device of this name. Raises FleetError, which lists the existing names."""
     for device in fleet.devices:
         if device.name == name:
@@ -163,7 +163,7 @@ def device_state(
     `reference_bytes` is the memory of one reference step, of which ratio budgets are fractions. `name` overrides the fleet's
     assignment. Raises FleetError as `device_of` does, and ValueError for a ratio of a reference that is not positive.
     """
-    device = named_device(fleet, name) if name else device_of(fleet, client, clients, seed)
+    device = find_device(fleet, name) if name else device_of(fleet, client, clients, seed)
     memory_loss = _rng(seed, round, client, MEMORY_LOSS).uniform(*fleet.memory_loss)
     budget = device.budget(reference_bytes, memory_loss)
     if fleet.memory_floor:  # the floor limits losses; it does not add memory

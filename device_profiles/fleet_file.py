@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from piecework.device_profiles.documents import read_json, read_toml, shown
+from piecework.device_profiles.documents import abbreviate, read_json, read_toml
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.profile import UNLIMITED, DeviceProfile, parse_bytes, parse_memory
 
@@ -28,7 +28,7 @@ class FleetError(ValueError):
     """A fleet cannot be found, read or used. The message names the file, the key, the value and what is allowed."""
 
 
-def _ordered(pair: Any) -> Any:
+def _require_ascending(pair: Any) -> Any:
     if pair[0] > pair[1]:
         raise ValueError("the first must not be above the second")
     return pair
@@ -80,9 +80,12 @@ Left = Annotated[float, Field(gt=0, le=1), AfterValidator(_share)]
 Skew = Annotated[float, Field(ge=-10, le=10)]
 Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_printable)]
 # Tuples are not strict because a file has lists; the numbers in them still are.
-Range = Annotated[tuple[Bytes, Bytes], Field(strict=False), AfterValidator(_ordered)]
+Range = Annotated[tuple[Bytes, Bytes], Field(strict=False), AfterValidator(_require_ascending)]
 Loss = Annotated[
-    tuple[Fraction, Fraction], Field(strict=False), AfterValidator(_ordered), AfterValidator(_leaves_something)
+    tuple[Fraction, Fraction],
+    Field(strict=False),
+    AfterValidator(_require_ascending),
+    AfterValidator(_leaves_something),
 ]
 Lefts = Annotated[tuple[Left, ...], Field(strict=False, min_length=1)]
 Clients = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
@@ -169,7 +172,7 @@ def shipped_pools() -> list[str]:
 def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
     """Read and check a shipped name, a .toml file or the JSON of a fleet; return it with its devices. Raises FleetError."""
     if source.lstrip().startswith("{"):
-        return _checked(_table(FleetTable, lambda: read_json(source), "fleet JSON"), "fleet JSON", Path())
+        return _check_table(_table(FleetTable, lambda: read_json(source), "fleet JSON"), "fleet JSON", Path())
     path = Path(source)
     if path.suffix != ".toml":
         path = SHIPPED / f"{source}.toml"
@@ -177,7 +180,7 @@ def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
             known = ", ".join(shipped_fleets())
             near = did_you_mean(source, shipped_fleets())
             raise FleetError(f"unknown fleet {source!r}; there are {known}, or the path of a .toml file{near}")
-    return _checked(_table(FleetTable, lambda: _toml(path), str(path)), str(path), path.parent)
+    return _check_table(_table(FleetTable, lambda: _toml(path), str(path)), str(path), path.parent)
 
 
 def profile_of(row: DeviceTable, memory: int | None = None) -> DeviceProfile:
@@ -237,12 +240,12 @@ def _explain(problem: ErrorDetails, kind: type[_Table]) -> str:
     if problem["type"] in EXPECTED:
         devices = loc == ("device",)
         expected = "a table for each device, headed [[device]]" if devices else EXPECTED[problem["type"]]
-        return f"{place} = {shown(problem['input'])}: expected {expected}"
+        return f"{place} = {abbreviate(problem['input'])}: expected {expected}"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{place} = {shown(problem['input'])}: {message[0].lower()}{message[1:]}"
+    return f"{place} = {abbreviate(problem['input'])}: {message[0].lower()}{message[1:]}"
 
 
-def _checked(table: FleetTable, where: str, folder: Path) -> tuple[FleetTable, list[DeviceTable]]:
+def _check_table(table: FleetTable, where: str, folder: Path) -> tuple[FleetTable, list[DeviceTable]]:
     """Return the table and its devices. A pool's path is relative to `folder`. Raises FleetError."""
     rows = _rows(table, where, folder)
     _check(table, rows, where)
@@ -252,7 +255,7 @@ def _checked(table: FleetTable, where: str, folder: Path) -> tuple[FleetTable, l
 def _check(table: FleetTable, rows: list[DeviceTable], where: str) -> None:
     """Check that valid keys agree with each other. Raises FleetError."""
 
-    def need(condition: bool, message: str) -> None:
+    def require(condition: bool, message: str) -> None:
         if not condition:
             raise FleetError(f"{where}: {message}")
 
@@ -260,26 +263,26 @@ def _check(table: FleetTable, rows: list[DeviceTable], where: str) -> None:
     _each_once(names, where)
     for key, assignment in NEEDS.items():
         given = getattr(table, key.replace("-", "_")) is not None
-        need(
+        require(
             given == (table.assignment == assignment),
             f'{key} belongs to assignment = "{assignment}", which needs it',
         )
     unknown = sorted(set(table.clients or ()) - set(names))
-    need(not unknown, f"clients names {shown(unknown)}; the devices are {shown(names)}")
+    require(not unknown, f"clients names {abbreviate(unknown)}; the devices are {abbreviate(names)}")
     elsewhere = {"uniform": "memory-range", "memories": "memories"}.get(table.assignment)
-    need(not elsewhere or len(names) == 1, f'assignment = "{table.assignment}" takes one device, not {len(names)}')
+    require(not elsewhere or len(names) == 1, f'assignment = "{table.assignment}" takes one device, not {len(names)}')
     wanted = f"memory comes from {elsewhere}; neither" if elsewhere else "exactly one"
     for number, row in enumerate(rows, 1):
         count = (row.memory is not None) + (row.memory_ratio is not None)
         message = f"device {number}: {wanted} of memory and memory-ratio is to be set, not {count}"
-        need(count == (not elsewhere), message)
+        require(count == (not elsewhere), message)
     both = table.degradation.flops_left is not None and "flops" in table.degradation.model_fields_set
-    need(not both, "degradation flops and flops-left both describe lost speed; give one of them")
+    require(not both, "degradation flops and flops-left both describe lost speed; give one of them")
 
 
 def _each_once(names: list[str], where: str) -> None:
     if len(set(names)) < len(names):
-        raise FleetError(f"{where}: device names = {shown(names)}: each must be unique")
+        raise FleetError(f"{where}: device names = {abbreviate(names)}: each must be unique")
 
 
 def _rows(table: FleetTable, where: str, folder: Path) -> list[DeviceTable]:

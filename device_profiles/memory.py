@@ -148,11 +148,11 @@ class _AsOnTheCPU(Mode):  # type: ignore[no-untyped-call]
             result = (result[0], *(tensor.to(args[1].dtype) for tensor in result[1:]))
         if func is torch.ops.aten.native_batch_norm_backward.default:
             gradient, *others = result  # it has the format of the incoming gradient
-            return (_laid_as(gradient, args[1]), *others)
+            return (_lay_as(gradient, args[1]), *others)
         return result
 
 
-def _laid_as(tensor: Tensor | None, other: Tensor) -> Tensor | None:
+def _lay_as(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     """Return a tensor in the memory format of another, channels-last or not."""
     channels_last = other.dim() == 4 and other.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format

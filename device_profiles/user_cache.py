@@ -24,7 +24,7 @@ def traces_file() -> Path:
 
 
 @contextmanager
-def traced_anew(wanted: bool) -> Iterator[None]:
+def trace_anew(wanted: bool) -> Iterator[None]:
     """If `wanted`, neither read nor write kept traces meanwhile, nor let processes do so that are started meanwhile."""
     before = os.environ.get(NO_CACHE)
     if wanted:

@@ -23,7 +23,7 @@ def _relaid(gradient: Tensor, *copied: Tensor) -> int:
     return sum(map(_bytes, copied)) if len(formats) > 1 else 0
 
 
-def _padded(features: int, item: int = 4) -> int:
+def _pad_row(features: int, item: int = 4) -> int:
     """Return oneDNN's row length for `features` items of `item` bytes: whole cache lines.
 
     It is no multiple of 256, which avoids aliasing.
@@ -52,35 +52,35 @@ def lstm_kept(args: tuple[Any, ...]) -> int:
     """
     (T, B, D, H), item = _lstm_sizes(args), args[0].element_size()
     steps, widest = 2 * (T + 1) * B, max(D, H)
-    gates, hidden = T * B * item * _padded(4 * H, item), T * B * item * _padded(H, item)
-    states, cells = steps * item * _padded(widest, item), steps * item * H
-    gradients, cell_gradients = steps * 4 * _padded(widest), steps * 4 * H
+    gates, hidden = T * B * item * _pad_row(4 * H, item), T * B * item * _pad_row(H, item)
+    states, cells = steps * item * _pad_row(widest, item), steps * item * H
+    gradients, cell_gradients = steps * 4 * _pad_row(widest), steps * 4 * H
     return _in_pages(gates, hidden, states, cells, gradients, gradients, cell_gradients)
 
 
 def _lstm_forward(args: tuple[Any, ...]) -> int:
     """Return the bytes of the summed biases, the weights in oneDNN's layout, all steps' gates before activation, and tables."""
     T, B, D, H = _lstm_sizes(args)
-    row = 4 * B * _padded(H)
+    row = 4 * B * _pad_row(H)
     if torch.is_grad_enabled():
-        return 16 * H + 4 * (D + H) * _padded(4 * H) + _in_pages(4 * T * B * _padded(4 * H), row, row) + 4664
+        return 16 * H + 4 * (D + H) * _pad_row(4 * H) + _in_pages(4 * T * B * _pad_row(4 * H), row, row) + 4664
     # Without gradients the weights come in blocks of 32, and states and cells are scratch.
     steps = 2 * (T + 1) * B
-    kept = _in_pages(4 * steps * _padded(max(D, H)), 4 * steps * H, 4 * B * _padded(4 * H), row)
+    kept = _in_pages(4 * steps * _pad_row(max(D, H)), 4 * steps * H, 4 * B * _pad_row(4 * H), row)
     return 16 * H + 16 * (D + H) * _blocks(H, 32) + kept + 4872
 
 
 def _lstm_backward(args: tuple[Any, ...]) -> int:
     """Return the bytes as in the forward pass for the weights' gradients, plus padded weights and zeros for state gradients."""
     T, B, D, H = _lstm_sizes(args)
-    row = 4 * B * _padded(H)
-    scratch = _in_pages(4 * T * B * _padded(4 * H), row, row) + 4664
-    weights = sum(16 * H * _padded(features) for features in (D, H) if features != _padded(features))
+    row = 4 * B * _pad_row(H)
+    scratch = _in_pages(4 * T * B * _pad_row(4 * H), row, row) + 4664
+    weights = sum(16 * H * _pad_row(features) for features in (D, H) if features != _pad_row(features))
     copied = 0 if args[10].is_contiguous() else _bytes(args[10])
-    return 16 * H + 4 * (D + H) * _padded(4 * H) + scratch + weights + 8 * B * H + copied
+    return 16 * H + 4 * (D + H) * _pad_row(4 * H) + scratch + weights + 8 * B * H + copied
 
 
-def _copied(layout: Tensor, *tensors: Tensor) -> int:
+def _count_copies(layout: Tensor, *tensors: Tensor) -> int:
     """Return the bytes of tensors that a convolution copies because its weight, `layout`, is channels-last and they are not."""
     if not layout.is_contiguous(memory_format=torch.channels_last):
         return 0
@@ -91,7 +91,7 @@ def _convolution(args: tuple[Any, ...]) -> int:
     """Return the bytes of the weight in oneDNN's layout, with output channels in blocks of 16."""
     x, weight = args[:2]
     outputs: int = weight.shape[0]
-    return _bytes(weight) // outputs * _blocks(outputs) + _copied(weight, x) + 8216
+    return _bytes(weight) // outputs * _blocks(outputs) + _count_copies(weight, x) + 8216
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> int:
@@ -109,7 +109,7 @@ def _convolution_backward(args: tuple[Any, ...]) -> int:
     elif for_weight:  # kernels this large are a matrix product: two maps of patches, four gradients
         patches = filter_bytes * inputs * math.prod(gradient.shape[2:])
         inside = max(inside, 2 * patches + 4 * returned)
-    return max(inside, 0) + _copied(weight, gradient, x)
+    return max(inside, 0) + _count_copies(weight, gradient, x)
 
 
 def _blocks(channels: int, block: int = 16) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from piecework.federated_data.own_sources import opened
+from piecework.federated_data.own_sources import open_image
 from piecework.federated_data.sources import DatasetError, Source, extra
 
 CLASSES, IMAGES = 256, 29_780  # without the 827 images of clutter
@@ -71,5 +71,5 @@ def _read(part: list[tuple[Path, int]], short_edge: int, edge: int) -> tuple[NDA
     image = extra("PIL.Image")
     pixels = np.empty((len(part), edge, edge, 3), dtype=np.uint8)
     for row, (file, _) in zip(pixels, part, strict=True):
-        row[:] = opened(image, file, lambda picture: square(picture, short_edge, edge))
+        row[:] = open_image(image, file, lambda picture: square(picture, short_edge, edge))
     return pixels, np.array([label for _, label in part], dtype=np.int64)

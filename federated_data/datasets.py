@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from piecework.device_profiles.documents import read_json, shown
+from piecework.device_profiles.documents import abbreviate, read_json
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.user_cache import default_cache
 from piecework.federated_data import caltech, own_sources, sources, texts
@@ -160,19 +160,21 @@ def load(directory: Path, verify: bool = False) -> ArrayDataset:
         path = directory / file
         try:
             if verify and _md5(path) != meta["md5"].get(file):
-                raise DatasetError(_damaged(path, "its md5 differs"))
+                raise DatasetError(_describe_damage(path, "its md5 differs"))
             arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
         except DatasetError:
             raise
         except PermissionError as error:
             raise DatasetError(f"{path} cannot be read: {error}; give it to the user who runs this") from None
         except (OSError, ValueError, EOFError, SyntaxError) as error:
-            raise DatasetError(_damaged(path, error)) from None
+            raise DatasetError(_describe_damage(path, error)) from None
     inputs, labels, test_inputs, test_labels, *groups = arrays
     pairs = [(inputs, labels, _FILES[1]), (test_inputs, test_labels, _FILES[3])]
     for x, y, file in pairs + [(inputs, numbers, _GROUPS) for numbers in groups]:
         if x.ndim not in (2, 4) or y.dtype != np.int64 or y.shape != x.shape[:1]:
-            raise DatasetError(_damaged(directory / file, f"{y.dtype} {y.shape} for inputs {x.dtype} {x.shape}"))
+            raise DatasetError(
+                _describe_damage(directory / file, f"{y.dtype} {y.shape} for inputs {x.dtype} {x.shape}")
+            )
     return ArrayDataset(
         name=meta["name"],
         inputs=inputs,
@@ -285,17 +287,17 @@ def _read_meta(directory: Path) -> dict[str, Any]:
     except PermissionError as error:
         raise DatasetError(f"{path} cannot be read: {error}; give it to the user who runs this") from None
     except (OSError, ValueError) as error:
-        raise DatasetError(_damaged(path, error)) from None
+        raise DatasetError(_describe_damage(path, error)) from None
     if not isinstance(meta, dict) or meta.get("schema") != _SCHEMA or not _META.keys() <= meta.keys():
-        raise DatasetError(_damaged(path, f"it is not of schema {_SCHEMA}"))
+        raise DatasetError(_describe_damage(path, f"it is not of schema {_SCHEMA}"))
     for key, kind in (_META | _OPTIONAL).items():
         if key in meta and not (
             isinstance(meta[key], kind) and all(map(_is_finite, meta[key] if key in _SCALES else ()))
         ):
-            raise DatasetError(_damaged(path, f"its {key} = {shown(meta[key])}"))
+            raise DatasetError(_describe_damage(path, f"its {key} = {abbreviate(meta[key])}"))
     if "export" in meta and not (isinstance(meta["export"], dict) and meta["export"].keys() >= _EXPORT_KEYS):
         raise DatasetError(
-            _damaged(path, f"its export = {meta['export']!r} does not have all of {sorted(_EXPORT_KEYS)}")
+            _describe_damage(path, f"its export = {meta['export']!r} does not have all of {sorted(_EXPORT_KEYS)}")
         )
     return meta
 
@@ -304,7 +306,7 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e300
 
 
-def _damaged(path: Path, why: object) -> str:
+def _describe_damage(path: Path, why: object) -> str:
     return f"{path} is damaged ({why}); delete the folder {path.parent} and rerun"
 
 

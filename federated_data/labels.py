@@ -19,16 +19,16 @@ def label_remarks(data: ArrayDataset) -> list[str]:
     )
     if np.count_nonzero(trained) < 2:
         raise DatasetError(
-            f"all {len(data.labels)} training examples of {data.name} have the label {_named(data, trained)}: there is nothing "
-            "to learn; give examples of at least two classes"
+            f"all {len(data.labels)} training examples of {data.name} have the label {_name_classes(data, trained)}: there is "
+            "nothing to learn; give examples of at least two classes"
         )
     found = []
-    if unseen := _named(data, tested & ~trained):
+    if unseen := _name_classes(data, tested & ~trained):
         share = np.isin(data.test_labels, np.flatnonzero(~trained)).mean()
         found.append(
             f"no training example of {data.name} has the test labels {unseen}: {share:.1%} of the test examples will be wrong"
         )
-    if skipped := _named(data, ~trained & ~tested):
+    if skipped := _name_classes(data, ~trained & ~tested):
         found.append(
             f"no example of {data.name} has the labels {skipped}, although labels go up to {data.num_classes - 1}: the model "
             "has an output for each; number the classes from 0 without gaps"
@@ -36,7 +36,7 @@ def label_remarks(data: ArrayDataset) -> list[str]:
     return found
 
 
-def _named(data: ArrayDataset, chosen: np.ndarray) -> str:
+def _name_classes(data: ArrayDataset, chosen: np.ndarray) -> str:
     """Return the chosen classes as text, with their names if they have some; the first ones if there are many."""
     classes = np.flatnonzero(chosen).tolist()
     names = [f"{k} ({data.class_names[k]})" if data.class_names else str(k) for k in classes[:SHOWN]]

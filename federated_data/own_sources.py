@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from piecework.device_profiles.profile import available_memory
-from piecework.federated_data.sources import DatasetError, Source, extra, held_out
+from piecework.federated_data.sources import DatasetError, Source, extra, hold_out
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 _GROUPS = "group_train"
@@ -44,7 +44,7 @@ def npz(source: Path, download: bool) -> Source:
     if _GROUPS in arrays:
         groups = _as_numbers(arrays[_GROUPS], len(inputs), "group", f"{_GROUPS} in {source}")
     if "x_test" not in arrays:
-        return held_out(inputs, labels, int(labels.max()) + 1, groups)
+        return hold_out(inputs, labels, int(labels.max()) + 1, groups)
     test_inputs = _as_inputs(arrays["x_test"], f"x_test in {source}")
     test_labels = _as_numbers(arrays["y_test"], len(test_inputs), "label", f"y_test in {source}")
     if (test_inputs.shape[1:], test_inputs.dtype) != (inputs.shape[1:], inputs.dtype):
@@ -112,7 +112,7 @@ def folder(source: Path, download: bool) -> Source:
     test_files, test_labels = _list_images(test, classes) if test else ([], np.zeros(0, dtype=np.int64))
     images = _read_images(files + test_files)
     if not test:
-        return held_out(images, labels, len(classes), class_names=tuple(classes))
+        return hold_out(images, labels, len(classes), class_names=tuple(classes))
     return Source(
         images[: len(files)], labels, images[len(files) :], test_labels, len(classes), class_names=tuple(classes)
     )
@@ -184,7 +184,7 @@ def _list_images(root: Path, classes: list[str]) -> tuple[list[Path], NDArray[np
 
 def _read_images(files: list[Path]) -> NDArray[np.uint8]:
     image = extra("PIL.Image")
-    headers = [opened(image, file, lambda picture: (picture.size, picture.mode)) for file in files]
+    headers = [open_image(image, file, lambda picture: (picture.size, picture.mode)) for file in files]
     (width, height), _ = headers[0]
     for file, (size, mode) in zip(files, headers, strict=True):
         if size != (width, height):
@@ -198,12 +198,12 @@ def _read_images(files: list[Path]) -> NDArray[np.uint8]:
     grey = all(mode in ("1", "L", "LA") for _, mode in headers)
     pixels = np.empty((len(files), height, width, 1 if grey else 3), dtype=np.uint8)
     for row, file in zip(pixels, files, strict=True):
-        picture = opened(image, file, lambda picture: np.asarray(picture.convert("L" if grey else "RGB")))
+        picture = open_image(image, file, lambda picture: np.asarray(picture.convert("L" if grey else "RGB")))
         row[:] = picture.reshape(row.shape)
     return pixels
 
 
-def opened(image: Any, file: Path, read: Callable[[Any], Any]) -> Any:
+def open_image(image: Any, file: Path, read: Callable[[Any], Any]) -> Any:
     """Return `read(file)` of an image file; `image` is the module PIL.Image. Raises DatasetError if it cannot be read."""
     try:
         with image.open(file) as picture:

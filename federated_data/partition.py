@@ -45,7 +45,7 @@ def partition_rows(
     if kind == "pathological":
         return pathological(labels, clients, seed, classes_per_client)
     if kind == "skewed":
-        return skewed(labels, clients, seed, classes_per_client, skew)
+        return draw_skewed(labels, clients, seed, classes_per_client, skew)
     if kind == "natural":
         return natural(labels, clients, seed, groups, groups_per_client)
     raise ValueError(f"unknown partition {kind!r}; known: {', '.join(PARTITIONS)}")
@@ -55,7 +55,7 @@ def iid(labels: NDArray[Any], clients: int, seed: int) -> list[Ints]:
     """Give every example to a random client; sizes differ by at most one."""
     labels = _check(labels, clients)
     order = _rng(seed, _IID).permutation(len(labels))
-    return _sorted(np.array_split(order, clients))
+    return _sort(np.array_split(order, clients))
 
 
 def dirichlet(
@@ -117,7 +117,7 @@ def pathological(labels: NDArray[Any], clients: int, seed: int, classes_per_clie
     return _draw_rows(labels, counts, rng)
 
 
-def skewed(labels: NDArray[Any], clients: int, seed: int, classes_per_client: int, skew: float) -> list[Ints]:
+def draw_skewed(labels: NDArray[Any], clients: int, seed: int, classes_per_client: int, skew: float) -> list[Ints]:
     """Draw a fraction `skew` (in [0, 1]) of each client's floor(n / clients) examples from its own classes, the rest from any.
 
     FedProphet, section 7.1: on each client 80 % of the data belong to about 20 % of the classes, 20 % to the others. As in its
@@ -155,7 +155,7 @@ def skewed(labels: NDArray[Any], clients: int, seed: int, classes_per_client: in
     lengths = [own // classes_per_client + (shard < own % classes_per_client) for shard in range(classes_per_client)]
     holders = np.concatenate([np.repeat(rng.permutation(clients), length) for length in lengths])
     parts = np.split(rest[: clients * (quota - own)], clients)
-    return _sorted([np.concatenate([line[holders == client], part]) for client, part in enumerate(parts)])
+    return _sort([np.concatenate([line[holders == client], part]) for client, part in enumerate(parts)])
 
 
 def natural(
@@ -178,7 +178,7 @@ def natural(
         )
     order = _rng(seed, _NATURAL).permutation(known)
     hands = np.array_split(order[:wanted] if groups_per_client else order, clients)
-    return _sorted([np.flatnonzero(np.isin(groups, hand)) for hand in hands])
+    return _sort([np.flatnonzero(np.isin(groups, hand)) for hand in hands])
 
 
 def split(indices: NDArray[Any], fraction: float, seed: int, client: int) -> tuple[Ints, Ints]:
@@ -217,7 +217,7 @@ def _balanced_counts(sizes: Ints, clients: int, alpha: float, rng: np.random.Gen
         # A multinomial draw cut at what is left, with the deficit drawn again from the other classes, has the same distribution
         # as drawing one by one and skipping exhausted classes.
         while need := quota - int(counts[client].sum()):
-            draw = np.minimum(rng.multinomial(need, _normalised(weights[client], left > 0, rng)), left)
+            draw = np.minimum(rng.multinomial(need, _normalise(weights[client], left > 0, rng)), left)
             counts[client] += draw
             left -= draw
     return counts
@@ -238,7 +238,7 @@ def _unbalanced_counts(
         held = np.zeros(clients, dtype=np.int64)
         counts = np.zeros((clients, len(sizes)), dtype=np.int64)
         for k, weights in enumerate(rng.dirichlet(np.full(clients, alpha), size=len(sizes))):
-            fractions = _normalised(weights, (held * clients < total) | (not capped), rng)
+            fractions = _normalise(weights, (held * clients < total) | (not capped), rng)
             # Rounding the running sum, which ends at the class's size, gives away every example.
             cuts = np.rint(np.cumsum(fractions) * sizes[k]).astype(np.int64)
             counts[:, k] = np.diff(cuts, prepend=0)
@@ -252,7 +252,7 @@ def _unbalanced_counts(
     )
 
 
-def _normalised(weights: Floats, allowed: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
+def _normalise(weights: Floats, allowed: NDArray[np.bool_], rng: np.random.Generator) -> Floats:
     """Return `weights` on the allowed entries, summing to one."""
     kept = np.where(allowed, weights, 0.0)
     if not kept.sum() > 0:  # a small alpha leaves only zeros there: the limit is one random entry
@@ -283,10 +283,10 @@ def _draw_rows(labels: NDArray[Any], counts: Ints, rng: np.random.Generator) -> 
         queue = rng.permutation(np.flatnonzero(labels == label))
         for own, part in zip(drawn, np.split(queue, np.cumsum(counts[:, k])), strict=False):
             own.append(part)
-    return _sorted([np.concatenate(own) for own in drawn])
+    return _sort([np.concatenate(own) for own in drawn])
 
 
-def _sorted(client_rows: list[Any]) -> list[Ints]:
+def _sort(client_rows: list[Any]) -> list[Ints]:
     return [np.sort(rows).astype(np.int64) for rows in client_rows]
 
 

@@ -75,7 +75,7 @@ def digits(source: Path, download: bool) -> Source:
     """Read scikit-learn's embedded 8x8 digits, 1797 images; the 17 grey levels are scaled to 0..255."""
     raw = extra("sklearn.datasets").load_digits()
     images = np.rint(raw.images * (255 / 16)).astype(np.uint8)[..., None]
-    return held_out(images, raw.target.astype(np.int64), 10)
+    return hold_out(images, raw.target.astype(np.int64), 10)
 
 
 def digits32(source: Path, download: bool) -> Source:
@@ -117,11 +117,11 @@ def cifar10(source: Path, download: bool) -> Source:
 def cifar10_16(source: Path, download: bool) -> Source:
     """Return `cifar10` at 16x16: each pixel is the mean of two by two, rounded."""
     full = cifar10(source, download)
-    images, test_images = (halved(part) for part in (full.inputs, full.test_inputs))
+    images, test_images = (halve(part) for part in (full.inputs, full.test_inputs))
     return replace(full, inputs=images, test_inputs=test_images, mean=None, std=None)
 
 
-def halved(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def halve(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return images (N, H, W, C) of half the height and width, from means of two by two pixels."""
     n, height, width, channels = images.shape
     blocks = images.reshape(n, height // 2, 2, width // 2, 2, channels)
@@ -137,7 +137,7 @@ def cifar100(source: Path, download: bool) -> Source:
     )
 
 
-def held_out(
+def hold_out(
     inputs: NDArray[Any],
     labels: Ints,
     num_classes: int,
@@ -151,7 +151,7 @@ def held_out(
 
 
 def held_out_rows(labels: Ints) -> tuple[Ints, Ints]:
-    """Return the rows of `held_out`'s training and test sets. Raises DatasetError if there are too few examples."""
+    """Return the rows of `hold_out`'s training and test sets. Raises DatasetError if there are too few examples."""
     rng = np.random.default_rng(np.random.SeedSequence(_HOLD_OUT_SEED))
     parts = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
     test = np.sort(np.concatenate([part[: round(_HOLD_OUT * len(part))] for part in parts]))
@@ -181,18 +181,18 @@ def _cifar(
         path = base / file
         if not path.is_file():
             raise _missing(name, source, path)
-        batch = _checked_pickle(path, md5, name)
+        batch = _check_pickle(path, md5, name)
         pixels = batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         batches.append((pixels, np.array(batch[label_key], dtype=np.int64)))
     images, labels = zip(*batches[: len(lists.train_list)], strict=True)
     test_images, test_labels = batches[-1]
     meta = base / lists.meta["filename"]
-    names = _checked_pickle(meta, lists.meta["md5"], name)[lists.meta["key"]] if meta.is_file() else ()
+    names = _check_pickle(meta, lists.meta["md5"], name)[lists.meta["key"]] if meta.is_file() else ()
     sets = np.concatenate(images), np.concatenate(labels), np.ascontiguousarray(test_images), test_labels
     return sets, tuple(names)
 
 
-def _checked_pickle(path: Path, md5: str, name: str) -> Any:
+def _check_pickle(path: Path, md5: str, name: str) -> Any:
     """Read a file of CIFAR's. Raises DatasetError unless it is the published one."""
     data = path.read_bytes()
     if hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:

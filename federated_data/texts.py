@@ -34,7 +34,7 @@ def imdb(source: Path, download: bool) -> Source:
     object with `text` and `label` per line.
     """
     folder = source / "aclImdb"
-    train, test = (_packed(source / "imdb" / f"{part}.jsonl") for part in ("train", "test"))
+    train, test = (_find_packed(source / "imdb" / f"{part}.jsonl") for part in ("train", "test"))
     if train and test:
         (texts, labels), (test_texts, test_labels) = _read_lines(train), _read_lines(test)
     else:
@@ -48,7 +48,7 @@ def imdb(source: Path, download: bool) -> Source:
         (texts, labels), (test_texts, test_labels) = (
             _read_folder(folder / part, IMDB_CLASSES) for part in ("train", "test")
         )
-    tokens, test_tokens = tokenised(*([re.sub(r"<[^>]*>", " ", text) for text in part] for part in (texts, test_texts)))
+    tokens, test_tokens = tokenise(*([re.sub(r"<[^>]*>", " ", text) for text in part] for part in (texts, test_texts)))
     return Source(
         tokens,
         labels,
@@ -80,13 +80,13 @@ def text(source: Path, download: bool) -> Source:
         rows, test_rows = held_out_rows(labels)
         test_texts, test_labels = [texts[row] for row in test_rows], labels[test_rows]
         texts, labels = [texts[row] for row in rows], labels[rows]
-    tokens, test_tokens = tokenised(texts, test_texts)
+    tokens, test_tokens = tokenise(texts, test_texts)
     return Source(
         tokens, labels, test_tokens, test_labels, len(classes), vocabulary=WORDS + 1, class_names=tuple(classes)
     )
 
 
-def tokenised(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+def tokenise(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
     """Return tokens [N, LENGTH] of both, with the vocabulary of the training texts.
 
     Equally frequent words are ordered alphabetically.
@@ -132,7 +132,7 @@ def _read_folder(root: Path, classes: Sequence[str]) -> tuple[list[str], Ints]:
     return texts, np.array(labels, dtype=np.int64)
 
 
-def _packed(path: Path) -> Path | None:
+def _find_packed(path: Path) -> Path | None:
     return next((found for suffix in OPENERS if (found := path.with_name(path.name + suffix)).is_file()), None)
 
 

@@ -74,7 +74,7 @@ class Mean(Protocol):
     def over(self, name: str, previous: np.ndarray) -> np.ndarray: ...
 
 
-def updated(arrays: ArrayRecord, mean: Mean) -> ArrayRecord:
+def replace_arrays(arrays: ArrayRecord, mean: Mean) -> ArrayRecord:
     """Return the model with the means in place of its arrays. Arrays that no client trained stay the same objects."""
     return ArrayRecord(
         {name: Array(mean.over(name, array.numpy())) if name in mean else array for name, array in arrays.items()}
@@ -115,7 +115,7 @@ def check_update(
         raise UpdateRejectedError("the update holds no arrays")
     checked, squares, counts = {}, dict[str, float](), dict[str, int]()
     for name in arrays:
-        array = _checked_array(arrays, name, spec)
+        array = _check_array(arrays, name, spec)
         if np.issubdtype(array.dtype, np.floating):
             square = float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
             unit = unit_of(name) + (STATISTICS if name.endswith(("running_mean", "running_var")) else "")
@@ -136,7 +136,7 @@ def check_update(
     return CheckedUpdate(checked, examples, norms)
 
 
-def _checked_array(arrays: ArrayRecord, name: str, spec: Spec) -> np.ndarray:
+def _check_array(arrays: ArrayRecord, name: str, spec: Spec) -> np.ndarray:
     """Return an array of an update. Raises UpdateRejectedError for an unknown name, another shape or dtype, or bad values."""
     if name not in spec:
         raise UpdateRejectedError(f"array {name!r} is not part of the model")

@@ -66,7 +66,7 @@ class Dispatcher:
         """Yield batches of messages with the frozen units that the tasks name."""
         return self.weight_cache.batches(self.tasks, self.arrays, self.log)
 
-    def _received(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, Answer | None]]:
+    def _receive(self, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, Answer | None]]:
         """Yield each client's report, and its answer; None if an error came instead, or if it is unusable."""
         for reply in replies:
             client = self.registry.client_of(reply.metadata.src_node_id)
@@ -80,7 +80,7 @@ class Dispatcher:
 
     def note_delivered(self, replies: Iterable[Message]) -> None:
         """Record from clients' replies which frozen units arrived."""
-        for report, answer in self._received(replies):
+        for report, answer in self._receive(replies):
             if answer is not None:
                 report.add_note(answer.outcome.note)
                 self.weight_cache.note(report.client, answer.outcome.missing)
@@ -89,7 +89,7 @@ class Dispatcher:
         self, replies: Iterable[Message], read: Reader[Read], note: Reader[None] = ClientReport.read
     ) -> Iterator[tuple[ClientReport, Read]]:
         """Yield (report, what `read` makes of its answer) for each client that did its task (`read` below)."""
-        for report, answer in self._received(replies):
+        for report, answer in self._receive(replies):
             if answer is not None and (found := self.read(report, answer, read, note)) is not None:
                 yield report, found
 

@@ -91,7 +91,7 @@ class Evaluator:
         self, arrays: ArrayRecord, images: int, epsilon: float, atoms: Piece | None = None, head: str = "head"
     ) -> AutoAttackResult:
         """Run AutoAttack on that many test images; `epsilon` is in pixels of [0, 1]. Raises SettingsError, ValueError."""
-        model, rows = self._fill(arrays, atoms, head), self._chosen(images)
+        model, rows = self._fill(arrays, atoms, head), self._choose_rows(images)
         pixels = torch.tensor(self.data.test_inputs[rows]).permute(0, 3, 1, 2).float().div_(255)
         on_pixels = OnPixels(model.logits, model.units().values(), self.data.mean, self.data.std)
         labels, seed = torch.tensor(self.data.test_labels[rows]), integer(self.seed, "autoattack")
@@ -109,7 +109,7 @@ class Evaluator:
         withstood, seen = 0, 0
         model.set_attacked(True)
         try:
-            for z, y in self._batches(self._chosen(self.attacked)):
+            for z, y in self._batches(self._choose_rows(self.attacked)):
                 adversarial = pgd(gradient, z, y, attack, start)
                 with torch.no_grad():
                     withstood += int((predictions(model.logits(adversarial)) == y).sum())
@@ -118,7 +118,7 @@ class Evaluator:
             model.set_attacked(False)
         return withstood, seen
 
-    def _chosen(self, count: int) -> np.ndarray:
+    def _choose_rows(self, count: int) -> np.ndarray:
         """Draw the rows of `count` test images, or all if there are fewer. A smaller choice is part of a larger one."""
         order = generator(self.seed, "attacked").permutation(len(self.data.test_labels))
         return np.sort(order[:count])

@@ -117,7 +117,7 @@ class ExitHead(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         """Return logits[B, classes] for z[B, C, H, W], z[B, tokens, F] or z[B, F]."""
         z = self.norm(z)
-        logits: Tensor = self.fc(pooled(z))
+        logits: Tensor = self.fc(pool_features(z))
         return logits
 
 
@@ -172,7 +172,7 @@ class AuxiliaryPooling(Change):
         return replace(model, auxiliary_pool=self.pooling)
 
 
-def pooled(z: Tensor) -> Tensor:
+def pool_features(z: Tensor) -> Tensor:
     """Return the mean over space of z[B, C, H, W], the mean over tokens of z[B, tokens, F], or z[B, F] unchanged."""
     if z.dim() == 4:
         return z.mean(dim=(2, 3))
@@ -180,7 +180,7 @@ def pooled(z: Tensor) -> Tensor:
 
 
 def num_features(shape: Shape) -> int:
-    """Return the inputs of a linear layer after `pooled`: C of (C, H, W), F of (tokens, F) and of (F,)."""
+    """Return the inputs of a linear layer after `pool_features`: C of (C, H, W), F of (tokens, F) and of (F,)."""
     return shape[0] if len(shape) == 3 else shape[-1]
 
 

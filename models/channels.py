@@ -44,7 +44,7 @@ class _Follower(TorchFunctionMode):
         self._links.append(None)
         return Axis(len(self._links) - 1, **layout)
 
-    def resolved(self, axis: Axis) -> Axis:
+    def resolve(self, axis: Axis) -> Axis:
         """Return the axis in terms of the group it finally belongs to."""
         while (link := self._links[axis.group]) is not None:
             axis = Axis(link.group, axis.outer * link.outer, axis.inner * link.inner)
@@ -55,7 +55,7 @@ class _Follower(TorchFunctionMode):
         if id(tensor) not in self._noted and isinstance(tensor, torch.nn.Parameter):
             self.note(tensor, [self.new() if size > 1 else None for size in tensor.shape])
         known = self._noted.get(id(tensor))
-        return tuple(axis and self.resolved(axis) for axis in known[1]) if known else (None,) * tensor.dim()
+        return tuple(axis and self.resolve(axis) for axis in known[1]) if known else (None,) * tensor.dim()
 
     def note(self, tensor: Tensor | None, axes: Sequence[Axis | None]) -> None:
         """Record the axes of a tensor."""
@@ -66,7 +66,7 @@ class _Follower(TorchFunctionMode):
         """Return the common axis of tensors that are added, at least one of whose axes is known."""
         if one is None or other is None:
             return one or other
-        one, other = self.resolved(one), self.resolved(other)
+        one, other = self.resolve(one), self.resolve(other)
         if one.group != other.group:
             if (one.outer, one.inner) != (other.outer, other.inner):
                 raise ValueError("channels are added up that are laid out in different ways")
@@ -75,7 +75,7 @@ class _Follower(TorchFunctionMode):
 
     def part(self, axis: Axis, runs: int) -> Axis:
         """Return the axis of one of the `runs` equal parts into which another axis is cut."""
-        axis = self.resolved(axis)
+        axis = self.resolve(axis)
         if axis.outer % runs == 0:
             return Axis(axis.group, axis.outer // runs, axis.inner)
         part = self.new()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
-from piecework.models.layers import map_size, named, norm_layer_1d, require_size, scaled
+from piecework.models.layers import map_size, norm_layer_1d, require_size, scale_channels, stack_layers
 
 
 class Conv(NamedTuple):
@@ -63,13 +63,13 @@ def _cnn(name: str, num_classes: int, input_shape: Shape, width: float = 1.0, ba
     channels, size = input_shape[0], (input_shape[1], input_shape[2])
     atoms: list[Atom] = []
     for number, row in enumerate(table.convs, start=1):
-        conv = row._replace(channels=scaled(row.channels, width))
+        conv = row._replace(channels=scale_channels(row.channels, width))
         size = map_size(map_size(size, conv.kernel, conv.stride, conv.padding), conv.pool, conv.pool)
         size = (conv.grid, conv.grid) if conv.grid else size
         build = partial(_conv, channels, conv, table.bias, batch_norm if table.conv_norm else "none")
         atoms.append(Atom(f"conv{number}", build, (conv.channels, *size)))
         channels = conv.channels
-    features = (channels * size[0] * size[1], *(scaled(hidden, width) for hidden in table.hidden))
+    features = (channels * size[0] * size[1], *(scale_channels(hidden, width) for hidden in table.hidden))
     # SpaFL's last layer has no bias either.
     head = partial(_head, features, num_classes, table.bias, batch_norm if table.hidden_norm else "none")
     return Blueprint(name, input_shape, num_classes, tuple(atoms), head, batch_norm)
@@ -92,7 +92,7 @@ def _conv(inputs: int, conv: Conv, bias: bool, norm: str) -> nn.Module:
         layers["pool"] = nn.MaxPool2d(conv.pool)
     if conv.grid:
         layers["pool"] = nn.AdaptiveMaxPool2d(conv.grid)
-    return named(**layers)
+    return stack_layers(**layers)
 
 
 def _head(features: tuple[int, ...], num_classes: int, bias: bool, norm: str) -> nn.Module:
@@ -103,4 +103,4 @@ def _head(features: tuple[int, ...], num_classes: int, bias: bool, norm: str) ->
             layers[f"bn{number}"] = norm_layer_1d(outputs, norm)
         layers[f"relu{number}"] = nn.ReLU(inplace=True)
     layers[f"fc{len(features)}"] = nn.Linear(features[-1], num_classes, bias=bias)
-    return named(**layers)
+    return stack_layers(**layers)

@@ -41,7 +41,7 @@ class Compact:
         for unit, module in self.units.items():
             whole = units[unit].state_dict()
             for name, part in module.state_dict().items():
-                put(whole[name], part, self.places[_join(unit, name)])
+                write_back(whole[name], part, self.places[_join(unit, name)])
 
 
 def layout(blueprint: Blueprint, masked_blueprint: Blueprint) -> Layout:
@@ -94,7 +94,7 @@ def kept_fraction(units: Units, parts: Mapping[str, Places]) -> float:
 
 
 @torch.no_grad()
-def compacted(units: Units, plan: Layout, empty: Units, parts: Mapping[str, Places]) -> Compact:
+def compact_units(units: Units, plan: Layout, empty: Units, parts: Mapping[str, Places]) -> Compact:
     """Return the compact form of a masked model's `units`, in `empty`: modules built like them, without values.
 
     Thresholds and arrays that are kept whole are not copied.
@@ -149,7 +149,7 @@ def take_into(part: Tensor, whole: Tensor, places: Places) -> None:
     part.copy_(whole.index_select(*chosen[-1]))
 
 
-def put(whole: Tensor, part: Tensor, places: Places) -> None:
+def write_back(whole: Tensor, part: Tensor, places: Places) -> None:
     """Write a part back into its places; the inverse of `take_into`."""
     rows, inputs = (*places, None, None)[:2]
     if rows is None and inputs is None:

@@ -5,7 +5,7 @@ from functools import partial
 from torch import nn
 
 from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
-from piecework.models.layers import map_size, named, require_size, scaled
+from piecework.models.layers import map_size, require_size, scale_channels, stack_layers
 
 LAYERS = ((16, 1), (16, 1), (32, 2), (32, 1), (64, 1))  # channels, stride
 
@@ -16,7 +16,7 @@ def convnet(num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm
     channels, size = input_shape[0], (input_shape[1], input_shape[2])
     atoms: list[Atom] = []
     for number, (layer, stride) in enumerate(LAYERS, start=1):
-        outputs, size = scaled(layer, width), map_size(size, 3, stride, 1)
+        outputs, size = scale_channels(layer, width), map_size(size, 3, stride, 1)
         build = partial(_conv, channels, outputs, stride, batch_norm)
         atoms.append(Atom(f"conv{number}", build, (outputs, *size)))
         channels = outputs
@@ -25,7 +25,7 @@ def convnet(num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm
 
 
 def _conv(inputs: int, outputs: int, stride: int, batch_norm: str) -> nn.Module:
-    return named(
+    return stack_layers(
         conv=nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
         bn=norm_layer(outputs, batch_norm),
         relu=nn.ReLU(inplace=True),
@@ -35,4 +35,4 @@ def _conv(inputs: int, outputs: int, stride: int, batch_norm: str) -> nn.Module:
 def _head(channels: int, num_classes: int) -> nn.Module:
     # Four cells, not one: a FeDepth piece of conv1 alone classifies by the positions of its 16 simple features. On digits, 10
     # epochs of that piece give 62 % with one cell, 96 % with four, 97 % with all sixteen; the whole model gives 99 %.
-    return named(pool=nn.AdaptiveAvgPool2d(2), flatten=nn.Flatten(), fc=nn.Linear(4 * channels, num_classes))
+    return stack_layers(pool=nn.AdaptiveAvgPool2d(2), flatten=nn.Flatten(), fc=nn.Linear(4 * channels, num_classes))

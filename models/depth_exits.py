@@ -16,7 +16,16 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from piecework.models.cascade import Atom, Blueprint, Cascade, Shape, norm_layer, num_features, num_logits, pooled
+from piecework.models.cascade import (
+    Atom,
+    Blueprint,
+    Cascade,
+    Shape,
+    norm_layer,
+    num_features,
+    num_logits,
+    pool_features,
+)
 from piecework.models.change import Change, Origin
 from piecework.models.partition import Piece
 
@@ -54,7 +63,7 @@ class MapExit(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         """Return logits[B, classes] for z[B, C, H, W]."""
         attention = F.interpolate(self.attention(z), size=z.shape[2:], mode="bilinear", align_corners=False).sigmoid_()
-        found: Tensor = self.fc(pooled(self.steps(z * attention)))
+        found: Tensor = self.fc(pool_features(self.steps(z * attention)))
         return found
 
 
@@ -67,7 +76,7 @@ class FeatureExit(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Return logits[B, classes] for z[B, tokens, F] or z[B, F]."""
-        found: Tensor = self.fc(pooled(z))
+        found: Tensor = self.fc(pool_features(z))
         return found
 
 

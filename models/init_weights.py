@@ -24,7 +24,7 @@ from piecework.models.torchvision_names import NAMED, torchvision_name_map
 SHOWN = 6
 
 
-def pretrained(path: Path, blueprint: Blueprint) -> tuple[dict[str, np.ndarray], list[str]]:
+def read_pretrained(path: Path, blueprint: Blueprint) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return the arrays of a file that fit the model, by our names and in its dtypes, and the names of the excluded ones.
 
     A layer is taken as a whole: if its weight has another shape (another number of classes, the `cifar` stem), its bias is
@@ -50,13 +50,13 @@ def pretrained(path: Path, blueprint: Blueprint) -> tuple[dict[str, np.ndarray],
 
 
 def pretrained_units(path: Path, blueprint: Blueprint) -> set[str]:
-    """Return the units all of whose parameters are in the file. Raises ValueError as `pretrained` does."""
-    taken = pretrained(path, blueprint)[0].keys()
+    """Return the units all of whose parameters are in the file. Raises ValueError as `read_pretrained` does."""
+    taken = read_pretrained(path, blueprint)[0].keys()
     return {unit for unit in blueprint.units() if taken >= {*parameter_names(blueprint, unit)}}
 
 
 def account(path: Path, taken: Mapping[str, np.ndarray], excluded: list[str]) -> str:
-    """Return one sentence for the run's log about what `pretrained` loaded."""
+    """Return one sentence for the run's log about what `read_pretrained` loaded."""
     sentence = f"took {len(taken)} of {len(taken) + len(excluded)} arrays from {path}"
     if not excluded:
         return sentence

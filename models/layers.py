@@ -17,7 +17,7 @@ from piecework.models.cascade import Shape, group_norm
 from piecework.models.frozen_norm import FrozenBatchNorm1d
 
 
-def named(**layers: nn.Module) -> nn.Sequential:
+def stack_layers(**layers: nn.Module) -> nn.Sequential:
     """Return layers in sequence, with names rather than numbers in the state dict."""
     row = nn.Sequential()
     for name, layer in layers.items():
@@ -27,7 +27,7 @@ def named(**layers: nn.Module) -> nn.Sequential:
 
 def pooled_linear(channels: int, num_classes: int) -> nn.Sequential:
     """Return a head: global average pooling, then a linear layer; logits[B, classes] for z[B, C, H, W]."""
-    return named(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(channels, num_classes))
+    return stack_layers(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(channels, num_classes))
 
 
 def norm_layer_1d(features: int, batch_norm: str) -> nn.Module:
@@ -43,10 +43,10 @@ TINY = 1e-9  # 0.1 of 30 channels is 3, although 30 * 0.1 is above 3
 _RATIO = ContextVar("ratio", default=1.0)
 
 
-def scaled(channels: int, width: float) -> int:
+def scale_channels(channels: int, width: float) -> int:
     """Return the channels of a layer at width ratio `width`, rounded down, but at least one.
 
-    Within `narrowed(r)` it is the fraction r of the channels at width ratio `width` / r, rounded up.
+    Within `narrow_models(r)` it is the fraction r of the channels at width ratio `width` / r, rounded up.
     """
     ratio = _RATIO.get()
     if ratio == 1:
@@ -56,15 +56,15 @@ def scaled(channels: int, width: float) -> int:
 
 
 def narrowing() -> float:
-    """Return the ratio of the enclosing `narrowed`, 1 outside."""
+    """Return the ratio of the enclosing `narrow_models`, 1 outside."""
     return _RATIO.get()
 
 
 @contextmanager
-def narrowed(ratio: float) -> Iterator[None]:
+def narrow_models(ratio: float) -> Iterator[None]:
     """Build models as sub-models of a fraction `ratio` of the channels, rounded up: HeteroFL, FedRolex and FjORD define it so.
 
-    Their `width` has this factor already. Models that do not call `scaled` round as they do.
+    Their `width` has this factor already. Models that do not call `scale_channels` round as they do.
     """
     token = _RATIO.set(ratio)
     try:
@@ -75,10 +75,10 @@ def narrowed(ratio: float) -> Iterator[None]:
 
 def divide_output(layer: nn.Module, ratio: float) -> None:
     """Divide what a layer returns by `ratio`, in place (HeteroFL's Scaler)."""
-    layer.register_forward_hook(partial(_divided, ratio))
+    layer.register_forward_hook(partial(_divide, ratio))
 
 
-def _divided(ratio: float, _: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
+def _divide(ratio: float, _: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
     return out.div_(ratio)
 
 

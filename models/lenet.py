@@ -13,7 +13,7 @@ from itertools import pairwise
 from torch import nn
 
 from piecework.models.cascade import Atom, Blueprint, Shape
-from piecework.models.layers import map_size, named, require_one_of, require_size, scaled
+from piecework.models.layers import map_size, require_one_of, require_size, scale_channels, stack_layers
 
 CHANNELS = {"caffe": (20, 50), "lecun": (6, 16)}
 HIDDEN = {"caffe": (500,), "lecun": (120, 84)}
@@ -28,21 +28,21 @@ def lenet5(
     require_size(f"lenet5 in the {layout} layout", input_shape, MIN_EDGE[layout])
     bias = layout == "lecun"
     padding = 2 if layout == "lecun" and min(input_shape[1:]) < 32 else 0
-    first, second = (scaled(channels, width) for channels in CHANNELS[layout])
+    first, second = (scale_channels(channels, width) for channels in CHANNELS[layout])
     size1 = map_size(map_size(input_shape[1:], 5, 1, padding), 2, 2)
     size2 = map_size(map_size(size1, 5), 2, 2)
     atoms = (
         Atom("conv1", partial(_conv, input_shape[0], first, padding, bias), (first, *size1)),
         Atom("conv2", partial(_conv, first, second, 0, bias), (second, *size2)),
     )
-    features = (second * size2[0] * size2[1], *(scaled(hidden, width) for hidden in HIDDEN[layout]))
+    features = (second * size2[0] * size2[1], *(scale_channels(hidden, width) for hidden in HIDDEN[layout]))
     head = partial(_head, features, num_classes, bias)
     return Blueprint("lenet5", input_shape, num_classes, atoms, head, batch_norm)
 
 
 def _conv(inputs: int, outputs: int, padding: int, bias: bool) -> nn.Module:
     conv = nn.Conv2d(inputs, outputs, 5, padding=padding, bias=bias)
-    return named(conv=conv, relu=nn.ReLU(inplace=True), pool=nn.MaxPool2d(2))
+    return stack_layers(conv=conv, relu=nn.ReLU(inplace=True), pool=nn.MaxPool2d(2))
 
 
 def _head(features: tuple[int, ...], num_classes: int, bias: bool) -> nn.Module:
@@ -51,4 +51,4 @@ def _head(features: tuple[int, ...], num_classes: int, bias: bool) -> nn.Module:
         layers[f"fc{number}"] = nn.Linear(inputs, outputs, bias=bias)
         layers[f"relu{number}"] = nn.ReLU(inplace=True)
     layers[f"fc{len(features)}"] = nn.Linear(features[-1], num_classes, bias=bias)
-    return named(**layers)
+    return stack_layers(**layers)

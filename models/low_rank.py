@@ -71,7 +71,7 @@ class Pair(Padded):
 
     def forward(self, z: Tensor) -> Tensor:
         """Return the computed channels of the layer's output."""
-        return self.padded(self.u(self.v(z)))
+        return self.pad(self.u(self.v(z)))
 
     def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
         """Return v' and u'."""
@@ -85,7 +85,7 @@ class PaddedNorm(nn.BatchNorm2d, Padded):
 
     def forward(self, z: Tensor) -> Tensor:
         """Normalise z[B, c, H, W] and pad it, if it has a padding."""
-        return self.padded(super().forward(z))
+        return self.pad(super().forward(z))
 
 
 class LowRankLSTM(nn.Module):
@@ -170,12 +170,12 @@ def thin(build: Callable[[], nn.Module], cut: Cut, live: int | None, last: bool)
     """
     with torch.device("meta"):
         module = build()
-        for path, layer in thinned(module, cut, live, last):
+        for path, layer in thin_layers(module, cut, live, last):
             module.add_module(path, layer)
-    return made_real(module)
+    return materialise(module)
 
 
-def thinned(module: nn.Module, cut: Cut, live: int | None, last: bool) -> Iterator[tuple[str, nn.Module]]:
+def thin_layers(module: nn.Module, cut: Cut, live: int | None, last: bool) -> Iterator[tuple[str, nn.Module]]:
     """Yield, by name, the layers of an atom that are replaced or appended."""
     if isinstance(module, BasicBlock | PreActivationBlock):
         outputs = module.conv2.out_channels
@@ -199,7 +199,7 @@ def thinned(module: nn.Module, cut: Cut, live: int | None, last: bool) -> Iterat
             yield "pad", PadChannels(pad)
 
 
-def made_real(module: nn.Module) -> nn.Module:
+def materialise(module: nn.Module) -> nn.Module:
     """Allocate the memory of a meta module, with default initial values where its layers have them."""
     for layer in module.modules():
         for name, parameter in list(layer.named_parameters(recurse=False)):
@@ -282,7 +282,7 @@ def norms(blueprint: Blueprint) -> dict[str, str]:
     return found
 
 
-def computed(blueprint: Blueprint) -> dict[str, tuple[str, ...]]:
+def find_computed(blueprint: Blueprint) -> dict[str, tuple[str, ...]]:
     """Map each array of a sub-model with computed channels to, per dimension, the weight of the layer that computes them.
 
     A dimension that is not about channels has an empty name.

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from piecework.models.cascade import Atom, Blueprint, Shape
-from piecework.models.layers import scaled
+from piecework.models.layers import scale_channels
 
 VOCABULARY, EMBEDDED, HIDDEN, LAYERS = 1001, 64, 256, 2
 
@@ -43,10 +43,10 @@ class LastStep(nn.Module):
 def lstm_imdb(num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
     """Build the atoms `embedding`, `lstm1`, `lstm2` for tokens [length] below 1,001, without norm layers."""
     (length,) = input_shape
-    features = scaled(EMBEDDED, width)
+    features = scale_channels(EMBEDDED, width)
     atoms = [Atom("embedding", partial(nn.Embedding, VOCABULARY, features), (length, features))]
     for number in range(1, LAYERS + 1):
-        hidden = scaled(HIDDEN, width)
+        hidden = scale_channels(HIDDEN, width)
         atoms.append(Atom(f"lstm{number}", partial(Lstm, features, hidden), (length, hidden)))
         features = hidden
     head = partial(LastStep, features, 1 if num_classes == 2 else num_classes)

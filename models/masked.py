@@ -116,7 +116,7 @@ class Masked(nn.Module):
         masked: Tensor = StraightThroughMask.apply(self.weight, self.own(self.tau), self.open, passed, spread)
         return masked
 
-    def made(self, out: Tensor) -> Tensor:
+    def restore_removed(self, out: Tensor) -> Tensor:
         """Return out[B, n, ...], with zeros for removed filters if `spread`."""
         if self.training:
             self.macs += out.numel() * self.weight[0].numel()
@@ -153,7 +153,7 @@ class MaskedConv2d(nn.Conv2d, Masked):
     def forward(self, z: Tensor) -> Tensor:
         """Return the output for z[B, C, H, W]."""
         weight = self.masked_weight()
-        return self.made(self._conv_forward(z, weight, None if self.bias is None else self.bias * self.open))
+        return self.restore_removed(self._conv_forward(z, weight, None if self.bias is None else self.bias * self.open))
 
 
 class MaskedLinear(nn.Linear, Masked):
@@ -161,7 +161,7 @@ class MaskedLinear(nn.Linear, Masked):
 
     def forward(self, z: Tensor) -> Tensor:
         """Return the output for z[B, F]."""
-        return self.made(F.linear(z, self.masked_weight()))
+        return self.restore_removed(F.linear(z, self.masked_weight()))
 
 
 class Silent(nn.Module):
@@ -169,7 +169,7 @@ class Silent(nn.Module):
 
     of: tuple[Masked]  # a tuple, so that the layer is not registered as a submodule
 
-    def silenced(self, z: Tensor) -> Tensor:
+    def silence(self, z: Tensor) -> Tensor:
         """Set pruned filters of z[B, C, ...] to zero in place, so that they have no shift."""
         return z.mul_(self.of[0].open.view(1, -1, *(1,) * (z.dim() - 2)))
 
@@ -179,7 +179,7 @@ class SilentNorm2d(nn.BatchNorm2d, Silent):
 
     def forward(self, z: Tensor) -> Tensor:
         """Return the output for z[B, C, H, W]."""
-        return self.silenced(super().forward(z))
+        return self.silence(super().forward(z))
 
 
 class SilentNorm1d(nn.BatchNorm1d, Silent):
@@ -187,7 +187,7 @@ class SilentNorm1d(nn.BatchNorm1d, Silent):
 
     def forward(self, z: Tensor) -> Tensor:
         """Return the output for z[B, F]."""
-        return self.silenced(super().forward(z))
+        return self.silence(super().forward(z))
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ class Masks(Change):
 
     def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
         """Return the model with thresholds."""
-        return masked(model, self.thresholds, silent=self.silent, clamped=self.clamped)
+        return mask_model(model, self.thresholds, silent=self.silent, clamped=self.clamped)
 
 
-def masked(
+def mask_model(
     blueprint: Blueprint, straight_through: StraightThrough = "paper", *, silent: bool = True, clamped: bool = True
 ) -> Blueprint:
     """Return the same model with thresholds `tau`, which start at 0. Its other arrays and their initial values do not change.

@@ -74,10 +74,10 @@ class Mix(Change):
 
     def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
         """Return the ensemble of nets, each built as `model`."""
-        return mixed(model, self.nets, origin.width if self.scaler else 1.0)
+        return mix_nets(model, self.nets, origin.width if self.scaler else 1.0)
 
 
-def mixed(base: Blueprint, nets: Sequence[int], ratio: float = 1.0) -> Blueprint:
+def mix_nets(base: Blueprint, nets: Sequence[int], ratio: float = 1.0) -> Blueprint:
     """Return the mixed model of these net numbers, each net built as `base`, with a Scaler if `ratio` is below 1."""
 
     def wide(shape: Shape) -> Shape:
@@ -86,16 +86,16 @@ def mixed(base: Blueprint, nets: Sequence[int], ratio: float = 1.0) -> Blueprint
     atoms = tuple(
         Atom(
             atom.name,
-            partial(MixedAtom, partial(rescaled, atom.build, ratio, first=number == 0), tuple(nets), number == 0),
+            partial(MixedAtom, partial(build_rescaled, atom.build, ratio, first=number == 0), tuple(nets), number == 0),
             wide(atom.shape),
         )
         for number, atom in enumerate(base.atoms)
     )
-    head = partial(rescaled, base.build_head, ratio, last=True)
+    head = partial(build_rescaled, base.build_head, ratio, last=True)
     return replace(base, atoms=atoms, build_head=partial(MixedHead, head, tuple(nets)), width=1.0)
 
 
-def rescaled(build: Build, ratio: float, *, first: bool = False, last: bool = False) -> nn.Module:
+def build_rescaled(build: Build, ratio: float, *, first: bool = False, last: bool = False) -> nn.Module:
     """Build an atom or head with the Scaler of a net of width ratio `ratio`; `first` has the first layer, `last` the last."""
     module = build()
     if ratio == 1:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 
-from piecework.device_profiles.documents import read_json, shown
+from piecework.device_profiles.documents import abbreviate, read_json
 from piecework.models.zoo import MODELS
 
 FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
@@ -74,7 +74,7 @@ def description(file: Path) -> dict[str, Any]:
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(described, dict):
-        raise ModelFileError(f"{file} cannot be read: its description is {shown(described)}, not a table")
+        raise ModelFileError(f"{file} cannot be read: its description is {abbreviate(described)}, not a table")
     return described
 
 
@@ -82,7 +82,7 @@ def require_loadable(described: dict[str, Any], file: Path) -> None:
     """Raise ModelFileError, which names the field, unless a description is one of this version with all that it needs."""
     if (found := described.get("format", 1)) != FORMAT or isinstance(found, bool):
         raise ModelFileError(
-            f"{file} was written by another version of Piecework (format {shown(found)}, this is {FORMAT}): "
+            f"{file} was written by another version of Piecework (format {abbreviate(found)}, this is {FORMAT}): "
             "load it with that version, or train again"
         )
     if "personal" in described:
@@ -93,14 +93,14 @@ def require_loadable(described: dict[str, Any], file: Path) -> None:
     name = model.get("name") if isinstance(model, dict) else None
     if isinstance(name, str) and name not in MODELS:
         raise ModelFileError(
-            f"{file} was trained with model {shown(name)}, which Piecework does not have: first import the module that adds it "
-            "to piecework.models.zoo.MODELS"
+            f"{file} was trained with model {abbreviate(name)}, which Piecework does not have: first import the module that "
+            "adds it to piecework.models.zoo.MODELS"
         )
     try:
         _Described.model_validate(described)
     except ValidationError as error:
         first = error.errors()[0]
         place, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        given = f"{place} = {shown(first['input'])}: " if place and first["type"] != "missing" else ""
+        given = f"{place} = {abbreviate(first['input'])}: " if place and first["type"] != "missing" else ""
         missing = f"{place} is missing" if first["type"] == "missing" else message
         raise ModelFileError(f"{file} cannot be read: of its description, {given}{missing}") from None

@@ -25,7 +25,7 @@ class Padded(nn.Module):
         self.channels = pad.channels if pad else 0
         self.register_buffer("rows", torch.arange(pad.scattered) if pad and pad.scattered else None)
 
-    def padded(self, z: Tensor) -> Tensor:
+    def pad(self, z: Tensor) -> Tensor:
         """Return z[B, c, H, W] padded to the full number of channels."""
         missing = max(0, self.channels - z.shape[1])
         if self.rows is None:
@@ -45,4 +45,4 @@ class PadChannels(Padded):
 
     def forward(self, z: Tensor) -> Tensor:
         """Return z[B, c, H, W] with all channels."""
-        return self.padded(z)
+        return self.pad(z)

@@ -7,7 +7,7 @@ code and Table 4: 2,790,240. The stem has a ReLU, and no norm follows the last b
 from functools import partial
 
 from piecework.models.cascade import Atom, Blueprint, Shape
-from piecework.models.layers import map_size, pooled_linear, require_size, scaled
+from piecework.models.layers import map_size, pooled_linear, require_size, scale_channels
 from piecework.models.preresnet import PreActivationBlock
 from piecework.models.resnet import BLOCKS, CHANNELS, cifar_stem
 
@@ -15,12 +15,12 @@ from piecework.models.resnet import BLOCKS, CHANNELS, cifar_stem
 def resnet18_preact(num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
     """Build the atoms `stem`, `block1` .. `block8`. The feature map halves at blocks 3, 5 and 7."""
     require_size("resnet18-preact", input_shape, 8)
-    channels, size = scaled(CHANNELS[0], width), (input_shape[1], input_shape[2])
+    channels, size = scale_channels(CHANNELS[0], width), (input_shape[1], input_shape[2])
     atoms = [Atom("stem", partial(cifar_stem, input_shape[0], channels, batch_norm), (channels, *size))]
     for stage, blocks in enumerate(BLOCKS["resnet18"]):
         for place in range(blocks):
             stride = 2 if stage and not place else 1
-            outputs, size = scaled(CHANNELS[stage], width), map_size(size, 3, stride, 1)
+            outputs, size = scale_channels(CHANNELS[stage], width), map_size(size, 3, stride, 1)
             build = partial(PreActivationBlock, channels, outputs, stride, batch_norm, "mixed")
             atoms.append(Atom(f"block{len(atoms)}", build, (outputs, *size)))
             channels = outputs

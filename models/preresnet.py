@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
-from piecework.models.layers import map_size, named, require_one_of, require_size, scaled
+from piecework.models.layers import map_size, require_one_of, require_size, scale_channels, stack_layers
 
 CHANNELS = (16, 32, 64)
 BLOCKS = 3
@@ -54,12 +54,12 @@ def preresnet20(
     """Build the atoms `stem`, `block1` .. `block9`. A map of 32x32 becomes 16x16 at block4 and 8x8 at block7."""
     require_size("preresnet20", input_shape, 8)
     require_one_of("shortcut-from", shortcut_from, ("x", "relu"))
-    channels, size = scaled(CHANNELS[0], width), input_shape[1:]
+    channels, size = scale_channels(CHANNELS[0], width), input_shape[1:]
     atoms = [Atom("stem", partial(_stem, input_shape[0], channels, batch_norm), (channels, *size))]
     for number in range(BLOCKS * len(CHANNELS)):
         stage, place = divmod(number, BLOCKS)
         stride = 2 if stage and not place else 1
-        outputs, size = scaled(CHANNELS[stage], width), map_size(size, 3, stride, 1)
+        outputs, size = scale_channels(CHANNELS[stage], width), map_size(size, 3, stride, 1)
         build = partial(PreActivationBlock, channels, outputs, stride, batch_norm, shortcut_from)
         atoms.append(Atom(f"block{number + 1}", build, (outputs, *size)))
         channels = outputs
@@ -68,11 +68,11 @@ def preresnet20(
 
 
 def _stem(inputs: int, outputs: int, batch_norm: str) -> nn.Module:
-    return named(conv=nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), bn=norm_layer(outputs, batch_norm))
+    return stack_layers(conv=nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), bn=norm_layer(outputs, batch_norm))
 
 
 def _head(channels: int, num_classes: int, batch_norm: str) -> nn.Module:
-    return named(
+    return stack_layers(
         bn=norm_layer(channels, batch_norm),
         relu=nn.ReLU(inplace=True),
         pool=nn.AdaptiveAvgPool2d(1),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
-def recomputed(run: Callable[[Tensor], Tensor], z: Tensor, modules: Sequence[nn.Module]) -> Tensor:
+def recompute(run: Callable[[Tensor], Tensor], z: Tensor, modules: Sequence[nn.Module]) -> Tensor:
     """Return `run(z)` without keeping what its backward pass needs; `modules` are those that `run` uses.
 
     The second run has the random numbers and the autocast mode of the first, and leaves running statistics as they are.

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
-from piecework.models.layers import map_size, named, pooled_linear, require_one_of, require_size, scaled
+from piecework.models.layers import map_size, pooled_linear, require_one_of, require_size, scale_channels, stack_layers
 
 CHANNELS = (64, 128, 256, 512)
 BLOCKS = {"resnet10": (1, 1, 1, 1), "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}  # blocks per stage
@@ -53,7 +53,7 @@ def _resnet(
     if stem == "auto":
         stem = "imagenet" if min(input_shape[1:]) >= 64 else "cifar"
     require_size(f"{name} with the {stem} stem", input_shape, 32 if stem == "imagenet" else 8)
-    channels, size = scaled(CHANNELS[0], width), (input_shape[1], input_shape[2])
+    channels, size = scale_channels(CHANNELS[0], width), (input_shape[1], input_shape[2])
     build_stem = cifar_stem
     if stem == "imagenet":
         build_stem, size = _imagenet_stem, map_size(map_size(size, 7, 2, 3), 3, 2, 1)
@@ -61,7 +61,7 @@ def _resnet(
     for stage, blocks in enumerate(BLOCKS[name]):
         for place in range(blocks):
             stride = 2 if stage and not place else 1
-            outputs, size = scaled(CHANNELS[stage], width), map_size(size, 3, stride, 1)
+            outputs, size = scale_channels(CHANNELS[stage], width), map_size(size, 3, stride, 1)
             build = partial(BasicBlock, channels, outputs, stride, batch_norm)
             atoms.append(Atom(f"block{len(atoms)}", build, (outputs, *size)))
             channels = outputs
@@ -76,7 +76,7 @@ resnet34 = partial(_resnet, "resnet34")
 
 def cifar_stem(inputs: int, outputs: int, batch_norm: str) -> nn.Module:
     """Return conv3x3-BN-ReLU, which keeps the size of the map."""
-    return named(
+    return stack_layers(
         conv1=nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
         bn1=norm_layer(outputs, batch_norm),
         relu=nn.ReLU(inplace=True),
@@ -84,7 +84,7 @@ def cifar_stem(inputs: int, outputs: int, batch_norm: str) -> nn.Module:
 
 
 def _imagenet_stem(inputs: int, outputs: int, batch_norm: str) -> nn.Module:
-    return named(
+    return stack_layers(
         conv1=nn.Conv2d(inputs, outputs, 7, 2, padding=3, bias=False),
         bn1=norm_layer(outputs, batch_norm),
         relu=nn.ReLU(inplace=True),

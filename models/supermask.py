@@ -58,7 +58,7 @@ class Scored(nn.Module):
             nn.init.normal_(parameter)
         self.seed, self.by_authors = seed, by_authors
 
-    def drawn(self) -> dict[str, Tensor]:
+    def draw(self) -> dict[str, Tensor]:
         """Return the masked weights and bias."""
         generator = None
         if not self.training:
@@ -74,7 +74,7 @@ class ScoredConv2d(nn.Conv2d, Scored):
 
     def forward(self, z: Tensor) -> Tensor:
         """Return the output for z[B, C, H, W]."""
-        drawn = self.drawn()
+        drawn = self.draw()
         out: Tensor = self._conv_forward(z, drawn["weight"], drawn.get("bias"))
         return out
 
@@ -84,7 +84,7 @@ class ScoredLinear(nn.Linear, Scored):
 
     def forward(self, z: Tensor) -> Tensor:
         """Return the output for z[..., F]."""
-        drawn = self.drawn()
+        drawn = self.draw()
         return nn.functional.linear(z, drawn["weight"], drawn.get("bias"))
 
 
@@ -103,10 +103,10 @@ class Supermask(Change):
 def supermask(blueprint: Blueprint, seed: int, *, by_authors: bool = False) -> Blueprint:
     """Return the model with scores. Raises ValueError for layers other than convolutions, linear layers and batch norms."""
     atoms = tuple(
-        Atom(atom.name, partial(scored, atom.build, seed, number, by_authors), atom.shape, atom.before)
+        Atom(atom.name, partial(build_scored, atom.build, seed, number, by_authors), atom.shape, atom.before)
         for number, atom in enumerate(blueprint.atoms)
     )
-    head = partial(scored, blueprint.build_head, seed, len(atoms), by_authors)
+    head = partial(build_scored, blueprint.build_head, seed, len(atoms), by_authors)
     model = replace(blueprint, atoms=atoms, build_head=head, width=1.0, initialisation="default")  # of scores
     for unit in model.units():
         with torch.device("meta"):
@@ -116,7 +116,7 @@ def supermask(blueprint: Blueprint, seed: int, *, by_authors: bool = False) -> B
     return model
 
 
-def scored(build: Callable[[], nn.Module], seed: int, number: int, by_authors: bool) -> nn.Module:
+def build_scored(build: Callable[[], nn.Module], seed: int, number: int, by_authors: bool) -> nn.Module:
     """Build a module with scores. Its frozen weights are a function of the seed and the unit's number."""
     module = build()
     for place, layer in enumerate(list(module.modules())):

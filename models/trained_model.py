@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from piecework.device_profiles.documents import shown
+from piecework.device_profiles.documents import abbreviate
 from piecework.models.cascade import Blueprint, Cascade, isolated_rng
 from piecework.models.depth_exits import ExitCascade
 from piecework.models.dual_norm import begin_adversarial, use
@@ -80,10 +80,10 @@ class TrainedModel(nn.Module):
             raise ValueError(
                 f"images are {images.dtype}: with normalise=False they must be floats, standardised already"
             )
-        logits: Tensor = self.network(self._scaled(images) if self.normalise else images)
+        logits: Tensor = self.network(self._scale(images) if self.normalise else images)
         return logits
 
-    def _scaled(self, images: Tensor) -> Tensor:
+    def _scale(self, images: Tensor) -> Tensor:
         if self.vocabulary:
             return images.long()
         if images.dtype == torch.uint8:
@@ -121,7 +121,7 @@ class TrainedModel(nn.Module):
     def _batch(self, images: Tensor | np.ndarray | Sequence[Any]) -> Tensor:
         """Return images as [B, C, H, W]."""
         if not isinstance(images, Tensor | np.ndarray):
-            images = self._listed(images)
+            images = self._stack(images)
         x = images if isinstance(images, Tensor) else torch.tensor(images)
         if len(self.input_shape) == 3:
             grey = self.input_shape[0] == 1 and x.shape[-2:] == self.input_shape[1:]  # perhaps without a channel
@@ -132,7 +132,7 @@ class TrainedModel(nn.Module):
                 x = x.unsqueeze(-3)
         return x.unsqueeze(0) if x.dim() == len(self.input_shape) else x
 
-    def _listed(self, images: Sequence[Any]) -> Tensor | np.ndarray:
+    def _stack(self, images: Sequence[Any]) -> Tensor | np.ndarray:
         """Return a list of images as one tensor if they are tensors, else as one array, of uint8 if they are whole pixels."""
         try:
             if images and all(isinstance(image, Tensor) for image in images):
@@ -175,7 +175,7 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
         atoms: Sequence[int] = described["atoms"]
         head, exits = described["head"], described["variant"].get("exits")
         if max(atoms) >= len(whole.atoms):
-            raise ValueError(f"atoms = {shown(atoms)}: {whole.name} has {len(whole.atoms)}, counted from 0")
+            raise ValueError(f"atoms = {abbreviate(atoms)}: {whole.name} has {len(whole.atoms)}, counted from 0")
         part = replace(
             whole,
             atoms=tuple(whole.atoms[i] for i in atoms),
@@ -236,7 +236,7 @@ def first_line(error: Exception) -> str:
     """Return what an error says, without what libraries append."""
     if isinstance(error, ValidationError):  # of the variant, which has its own checks
         first = error.errors()[0]
-        return f"variant.{'.'.join(map(str, first['loc']))} = {shown(first['input'])}: {first['msg']}"
+        return f"variant.{'.'.join(map(str, first['loc']))} = {abbreviate(first['input'])}: {first['msg']}"
     return (str(error).splitlines() or [""])[0][:300]
 
 

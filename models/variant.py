@@ -15,7 +15,7 @@ from piecework.models.change import Change, Origin
 from piecework.models.depth_exits import Exits
 from piecework.models.dual_norm import DualNorms
 from piecework.models.kinds import Kinds, flat
-from piecework.models.layers import narrowed, require_one_of
+from piecework.models.layers import narrow_models, require_one_of
 from piecework.models.low_rank import LowRank
 from piecework.models.masked import Masks
 from piecework.models.mix import Mix
@@ -72,14 +72,14 @@ def vary(model: Blueprint, variant: Variant) -> Blueprint:
     """Return the network of a variant, or `model` itself without changes. Raises ValueError for an impossible change."""
     found = model
     if variant.architecture or variant.width != 1:
-        found = rebuilt(model, variant)
-    origin = Origin(variant.width, lambda width: rebuilt(model, replace(variant, width=width)))
+        found = rebuild(model, variant)
+    origin = Origin(variant.width, lambda width: rebuild(model, replace(variant, width=width)))
     for change in variant.changes:
         found = change.apply(found, origin)
     return with_statistics(found) if variant.statistics else found
 
 
-def rebuilt(model: Blueprint, variant: Variant) -> Blueprint:
+def rebuild(model: Blueprint, variant: Variant) -> Blueprint:
     """Return another model of the zoo, or the same one with other channels."""
     if not model.zoo_name:
         raise ValueError(
@@ -90,7 +90,7 @@ def rebuilt(model: Blueprint, variant: Variant) -> Blueprint:
         require_one_of("model", variant.architecture, tuple(MODELS))
         known = model_options(variant.architecture)
         options = {key: value for key, value in options.items() if key in known}
-    with narrowed(variant.width if variant.rounding == "up" else 1.0):
+    with narrow_models(variant.width if variant.rounding == "up" else 1.0):
         return build_blueprint(
             variant.architecture or model.zoo_name,
             num_classes=model.num_classes,

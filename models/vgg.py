@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer
-from piecework.models.layers import map_size, named, require_one_of, require_size, scaled
+from piecework.models.layers import map_size, require_one_of, require_size, scale_channels, stack_layers
 
 CHANNELS = (64, 128, 256, 512, 512)
 CONVS = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3)}  # by number of channels
@@ -49,7 +49,7 @@ def _vgg(
     channels, size = input_shape[0], (input_shape[1], input_shape[2])
     atoms: list[Atom] = []
     for stage, convs in enumerate(CONVS[name]):
-        outputs = scaled(CHANNELS[stage], width)
+        outputs = scale_channels(CHANNELS[stage], width)
         for _ in range(convs):
             number = len(atoms) + 1
             pool = number in pools and min(size) >= 2
@@ -58,7 +58,7 @@ def _vgg(
             atoms.append(Atom(f"conv{number}", build, (outputs, *size)))
             channels = outputs
     hidden, dropout = CLASSIFIERS[classifier]
-    head = partial(_head, (channels, *(scaled(h, width) for h in hidden)), num_classes, dropout)
+    head = partial(_head, (channels, *(scale_channels(h, width) for h in hidden)), num_classes, dropout)
     return Blueprint(name, input_shape, num_classes, tuple(atoms), head, batch_norm)
 
 
@@ -84,7 +84,7 @@ def _conv(inputs: int, outputs: int, pool: bool, norm: str) -> nn.Module:
     layers["relu"] = nn.ReLU(inplace=True)
     if pool:
         layers["pool"] = nn.MaxPool2d(2)
-    return named(**layers)
+    return stack_layers(**layers)
 
 
 def _head(features: tuple[int, ...], num_classes: int, dropout: float) -> nn.Module:
@@ -94,4 +94,4 @@ def _head(features: tuple[int, ...], num_classes: int, dropout: float) -> nn.Mod
         layers[f"relu{number}"] = nn.ReLU(inplace=True)
         layers[f"dropout{number}"] = nn.Dropout(dropout)
     layers[f"fc{len(features)}"] = nn.Linear(features[-1], num_classes)
-    return named(**layers)
+    return stack_layers(**layers)

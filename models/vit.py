@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from piecework.models.cascade import Atom, Blueprint, Shape
-from piecework.models.layers import require_at_least_one, scaled
+from piecework.models.layers import require_at_least_one, scale_channels
 
 HEADS, HEAD_FEATURES, EXPANSION = 3, 64, 4
 EPSILON = 1e-6  # of the layer norms
@@ -90,7 +90,7 @@ def _vit(
     if height % patch or width_pixels % patch:
         raise ValueError(f"{name} with patch = {patch} needs image sides divisible by it, got {height}x{width_pixels}")
     patches = (height // patch) * (width_pixels // patch)
-    features = HEADS * scaled(HEAD_FEATURES, width)
+    features = HEADS * scale_channels(HEAD_FEATURES, width)
     shape = (1 + patches, features)
     atoms = [Atom("embed", partial(Embed, channels, features, patch, patches), shape)]
     atoms += [Atom(f"encoder{number}", partial(Encoder, features), shape) for number in range(1, depth + 1)]

@@ -1,7 +1,7 @@
 """Sub-models by width: a model with a fraction of the channels is a choice of indices of every full array.
 
-HeteroFL takes the first channels (`ordered`), FedRolex a window that moves on by one every round (`rolling`), FedDrop a new
-draw for every client and round (`drawn`). Channels that a residual sum joins are chosen together (models/channels.py).
+HeteroFL takes the first channels (`take_first`), FedRolex a window that moves on by one every round (`rolling`), FedDrop a new
+draw for every client and round (`draw_channels`). Channels that a residual sum joins are chosen together (models/channels.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ Select = Callable[[int, int], np.ndarray]  # (C, c) -> c channels of C, ascendin
 Indices = tuple[np.ndarray, ...]  # for each dimension of an array
 
 
-def ordered(channels: int, kept: int) -> np.ndarray:
+def take_first(channels: int, kept: int) -> np.ndarray:
     """Return the first `kept` channels."""
     return np.arange(min(channels, kept))
 
@@ -26,7 +26,7 @@ def rolling(server_round: int) -> Select:
     return lambda channels, kept: (np.arange(kept) + server_round - 1) % channels
 
 
-def drawn(rng: np.random.Generator) -> Select:
+def draw_channels(rng: np.random.Generator) -> Select:
     """Select random channels, in ascending order."""
     return lambda channels, kept: np.sort(rng.choice(channels, kept, replace=False))
 
@@ -82,7 +82,7 @@ def require_parts(full: Blueprint, narrow: Mapping[float, Blueprint]) -> None:
                 f"{what} it {has} {layer!r} of {unit!r}, which the full model {full_has}; build the same layers at every width"
             )
         try:
-            sub_indices(axes, whole, own, ordered)
+            sub_indices(axes, whole, own, take_first)
         except ValueError as error:
             raise ValueError(f"{what}, {error}") from None
 

@@ -71,8 +71,8 @@ def build_blueprint(
     _require_shape(name, shape)
     if num_classes < 1 or width <= 0:
         raise ValueError(f"{name} needs at least one class and a width above 0, got {num_classes} and {width}")
-    own = tuple(_typed_options(name, options).items())
-    built = _built(MODELS[name], narrowing(), num_classes, shape, width, batch_norm, own)
+    own = tuple(_convert_options(name, options).items())
+    built = _build(MODELS[name], narrowing(), num_classes, shape, width, batch_norm, own)
     if not isinstance(built, Blueprint):
         raise ValueError(
             f"model {name!r} is a {type(built).__name__}, not a cascade: its function has to return a Blueprint with atoms in "
@@ -89,9 +89,9 @@ def build_blueprint(
 
 
 @lru_cache(maxsize=256)
-def _built(
+def _build(
     function: Callable[..., Blueprint],
-    ratio: float,  # on which the function depends through `scaled`
+    ratio: float,  # on which the function depends through `scale_channels`
     num_classes: int,
     shape: Shape,
     width: float,
@@ -124,7 +124,7 @@ def _require_shape(name: str, shape: Shape) -> None:
         raise ValueError(f"{name} reads {kind}: expected an input shape of {expected}, got {shape}")
 
 
-def _typed_options(name: str, options: Mapping[str, str | int]) -> dict[str, str | int]:
+def _convert_options(name: str, options: Mapping[str, str | int]) -> dict[str, str | int]:
     """Convert the options to the types of the model's function, because settings are strings."""
     own, parameters = model_options(name), inspect.signature(MODELS[name]).parameters
     typed = dict(options)

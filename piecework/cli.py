@@ -35,7 +35,7 @@ from piecework.commands.deploy import commands
 from piecework.commands.lists import lists
 from piecework.commands.options import Scalars, connection_to, run_command, seeds_from, settings_from
 from piecework.commands.results import results
-from piecework.device_profiles.user_cache import traced_anew
+from piecework.device_profiles.user_cache import trace_anew
 from piecework.engines.processes import Connection, EngineError
 from piecework.server_app.signals import end_on_hangup
 from piecework.training.settings import Settings, SettingsError
@@ -85,7 +85,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
-    with user_errors(as_json), traced_anew(no_cache):
+    with user_errors(as_json), trace_anew(no_cache):
         connection = connection_to(superlink, root_certificates, insecure)
         settings = settings_from(
             preset,
@@ -146,12 +146,12 @@ def run_one(
 
     listen()
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
-    settings = settings.changed({"seed": seed, "run-name": name})
+    settings = settings.with_values({"seed": seed, "run-name": name})
     preflight(settings)
     run_dir = resolve_run_dir(settings)
     # a ServerApp elsewhere must find this very run, and not choose again
     chosen = {"resume-from": str(run_dir.path)} if settings.resume_from else {"run-name": run_dir.path.name}
-    settings = settings.changed(chosen)
+    settings = settings.with_values(chosen)
     reason, ended_by, before = "", 0, run_dir.summary_version()
     summary: dict[str, Any] | None = None
     try:
@@ -253,7 +253,7 @@ def plan(
     from piecework.plans.question import ask
     from piecework.report.progress import show_waiting
 
-    with user_errors(as_json, {}), traced_anew(no_cache):
+    with user_errors(as_json, {}), trace_anew(no_cache):
         own: Scalars = {"memory.model": memory_model, "training.batch-size": batch_size or 0}
         given = named | {key: value for key, value in own.items() if value}
         settings = settings_from(preset, assignments, nodes=nodes, named=given)

@@ -78,7 +78,7 @@ class CostModel:
         self._steps: dict[Hashable, tuple[int, tuple[Segment, ...]]] = {}
         self._by_paper: dict[Hashable, int] = {}
 
-    def traced(self, part: Part) -> StepCost:
+    def trace(self, part: Part) -> StepCost:
         """Return peak bytes and FLOPs of one training step of a part, from fake tensors."""
         training_config = self._config_of(part)
         key = training_config, part.signature()
@@ -96,7 +96,7 @@ class CostModel:
             )
         return _TRACED[key]
 
-    def streamed(
+    def trace_inference(
         self,
         blueprint: Blueprint,
         atoms: int | Piece,
@@ -138,13 +138,13 @@ class CostModel:
     def bytes(self, part: Part) -> int:
         """Return the bytes of training a part, traced or by the paper's memory model."""
         if self.memory_model is None:
-            return self.traced(part).peak_bytes
+            return self.trace(part).peak_bytes
         key = part.blueprint.name, part.whole, part.atoms, part.signature()
         if key not in self._by_paper:
             self._by_paper[key] = int(self.memory_model(part, self.reference, self.training_config))
         return self._by_paper[key]
 
-    def fitted(self, part: Part, allowed: int) -> Part:
+    def fit_part(self, part: Part, allowed: int) -> Part:
         """Return the part with the cheapest step of at most `allowed` bytes (planning/fit.py), else the smallest step."""
         ways = tuple(way for way in self.ways if way in part.ways)
         if not ways:
@@ -152,7 +152,7 @@ class CostModel:
         key = part.signature(), part.at_input, allowed
         if key not in self._steps:
             found = cheapest(self, part, allowed, ways) if allowed else smallest(self, part, ways)
-            found = found or self.fitted(part, 0)
+            found = found or self.fit_part(part, 0)
             self._steps[key] = found.micro_batch, found.recompute
         micro_batch, recompute = self._steps[key]
         return replace(part, micro_batch=micro_batch, recompute=recompute)
@@ -175,7 +175,7 @@ class CostModel:
         """Return a training step of a part on `size` examples, for the emulated clock of devices that swap."""
         attack = self._config_of(part).attack
         return Batch(
-            flops=self.traced(part).flops * size / self.training_config.batch_size,
+            flops=self.trace(part).flops * size / self.training_config.batch_size,
             input_bytes=round(part.input_bytes * size),
             parameters=part.parameters,
             features=round(part.features * size),

@@ -127,7 +127,7 @@ class Finding:
     says: str = ""
 
 
-def judged(
+def judge_coverage(
     planner: Planner, rows: Sequence[Row], trainers: Mapping[int, Trainer], given: Collection[str] = ()
 ) -> Finding:
     """Judge a coverage: which parts no client can train, and how they end up. `given` are the pretrained parts."""
@@ -144,7 +144,7 @@ def judged(
     if missing:
         said = f"no client can train {consecutive(missing, [row['part'] for row in rows])}"
         if planner.cut.can.untrained == "random":
-            return left_random(planner.cut, said, [part for part in missing if part not in given], trainers)
+            return judge_untrained(planner.cut, said, [part for part in missing if part not in given], trainers)
         meaning = {"distilled": "the server trains the whole model by distillation", "cut off": "the model ends there"}
         return Finding(
             "note" if planner.cut.can.untrained == "distilled" else "warning",
@@ -183,7 +183,7 @@ def any_can_train(planner: Planner, trainers: Mapping[int, Trainer]) -> bool:
     )
 
 
-def left_random(policy: Cut, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
+def judge_untrained(policy: Cut, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
     """Return the finding for parts that no client can train. `parts` are those of them that are not pretrained."""
     if not parts:
         return Finding("note", f"{said}: these parts keep the weights of training.init-weights")
@@ -204,7 +204,7 @@ def needs(policy: Cut, parts: Sequence[str], trainers: Mapping[int, Trainer]) ->
     atom = next((n for n, atom in enumerate(policy.blueprint.atoms) if atom.name == parts[0]), None)
     if atom is None or not policy.can.single_atoms:
         return ""
-    needed = policy.needed(policy.item((atom,)))
+    needed = policy.needed_bytes(policy.item((atom,)))
     maximum = richest(each.state for each in trainers.values()).budget_bytes
     return f": {parts[0]} needs {needed:,} bytes, and the richest client has {maximum:,}"
 

@@ -112,11 +112,11 @@ class Cut:
 
     def needs(self, *items: WorkItem) -> dict[WorkItem, int]:
         """Return the fewest bytes with which a device can do each of these items."""
-        return {item: self.needed(item) for item in items}
+        return {item: self.needed_bytes(item) for item in items}
 
-    def needed(self, item: WorkItem) -> int:
+    def needed_bytes(self, item: WorkItem) -> int:
         """Return the fewest bytes with which a device can do a work item, with the smallest step that `memory.fit` allows."""
-        return self.bytes(self._fitted(item, 0))
+        return self.bytes(self._fit_item(item, 0))
 
     def costs(self, needed: Mapping[WorkItem, int], allowed: int) -> dict[WorkItem, int]:
         """Return the costs of a task, for a device that may use `allowed` bytes, from the bytes that its items need at least.
@@ -129,18 +129,18 @@ class Cut:
         return {item: least if item.measured else max(self.bytes(item), least) for item, least in steps.items()}
 
     def _steps(self, item: WorkItem, allowed: int) -> list[WorkItem]:
-        smallest = item if item.measured else self._fitted(item, 0)
+        smallest = item if item.measured else self._fit_item(item, 0)
         if item.measured or (self.swaps and self.bytes(smallest) > allowed):
             return [item]
-        return [self._fitted(item, allowed), smallest]
+        return [self._fit_item(item, allowed), smallest]
 
-    def _fitted(self, item: WorkItem, allowed: int) -> WorkItem:
+    def _fit_item(self, item: WorkItem, allowed: int) -> WorkItem:
         """Return the item with the step for a device that may use `allowed` bytes: the smallest if none fits."""
-        part = self._fitted_part(item, allowed)
+        part = self._fit_part(item, allowed)
         return replace(item, micro_batch=part.micro_batch, recompute=part.recompute)
 
-    def _fitted_part(self, item: WorkItem, allowed: int) -> Part:
-        return self.cost_model.fitted(self.part(item), allowed)
+    def _fit_part(self, item: WorkItem, allowed: int) -> Part:
+        return self.cost_model.fit_part(self.part(item), allowed)
 
     def min_budget(self) -> int:
         """Return the smallest budget (bytes) with which a client can train anything; 0 = any budget."""
@@ -207,7 +207,7 @@ class Cut:
         atoms = tuple(range(len(self.model.atoms)))
         return evaluation_steps(self, self.model, atoms, "head", 0, examples)[0].bytes
 
-    def excluded(self, parts: list[Part]) -> list[str]:
+    def find_excluded(self, parts: list[Part]) -> list[str]:
         """Return the names of the atoms that a client skips because they do not fit even alone."""
         trained = {unit for part in parts for unit in part.learned}
         atoms = enumerate(self.blueprint.atoms) if self.can.single_atoms else ()

@@ -29,14 +29,14 @@ def evaluation_steps(
     This is the first that takes at most `allowed` bytes, else the smallest.
     """
 
-    def needed(_: int, size: int, __: str) -> int:
-        last, streamed = atoms[-1], policy.cost_model.streamed
+    def count_bytes(_: int, size: int, __: str) -> int:
+        last, streamed = atoms[-1], policy.cost_model.trace_inference
         return max(streamed(blueprint, a, head if a == last else None, evaluated=True, size=size) for a in atoms)
 
-    return chosen(policy, blueprint, needed, allowed, examples)
+    return choose_step(policy, blueprint, count_bytes, allowed, examples)
 
 
-def chosen(
+def choose_step(
     policy: "Cut",
     blueprint: Blueprint,
     needed: Needed,

@@ -28,7 +28,7 @@ class Costs(Protocol):
     def training_config(self) -> TrainingConfig:
         """The training config of all steps."""
 
-    def traced(self, part: Part) -> StepCost:
+    def trace(self, part: Part) -> StepCost:
         """Return peak bytes and FLOPs of one training step of a part."""
 
 
@@ -41,13 +41,13 @@ def cheapest(costs: Costs, part: Part, allowed: int, ways: Sequence[str]) -> Par
     if _bytes(costs, part) <= allowed:
         return part
     for way in ways:
-        found = _sliced(costs, part, allowed) if way == "micro-batch" else _recomputed(costs, part, allowed)
+        found = _slice_batch(costs, part, allowed) if way == "micro-batch" else _recompute(costs, part, allowed)
         if found is not None:
             return found
     if len(ways) < len(WAYS):
         return None
-    both = (_recomputed(costs, sliced, allowed) for sliced in slices(costs, part))
-    return min(filter(None, both), key=lambda found: costs.traced(found).flops, default=None)
+    both = (_recompute(costs, sliced, allowed) for sliced in slices(costs, part))
+    return min(filter(None, both), key=lambda found: costs.trace(found).flops, default=None)
 
 
 def smallest(costs: Costs, part: Part, ways: Sequence[str]) -> Part:
@@ -73,14 +73,14 @@ def slices(costs: Costs, part: Part) -> Iterator[Part]:
 
 
 def _bytes(costs: Costs, part: Part) -> int:
-    return costs.traced(part).peak_bytes
+    return costs.trace(part).peak_bytes
 
 
-def _sliced(costs: Costs, part: Part, allowed: int) -> Part | None:
+def _slice_batch(costs: Costs, part: Part, allowed: int) -> Part | None:
     return next((found for found in slices(costs, part) if _bytes(costs, found) <= allowed), None)
 
 
-def _recomputed(costs: Costs, part: Part, allowed: int) -> Part | None:
+def _recompute(costs: Costs, part: Part, allowed: int) -> Part | None:
     """Return the part with the segments whose second forward pass takes the fewest FLOPs, or None if no segments fit.
 
     The segments are optimal for the profile. If the traced step takes more than the profile says, the limit is lowered by that.

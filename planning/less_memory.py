@@ -31,7 +31,7 @@ def in_less_memory(cost_model: CostModel, part: Part, allowed: Iterable[int]) ->
     costs = cost_model.having(ways=tuple(FIT.split(",")))
     if costs.memory_model is not None or not part.ways:
         return None
-    least = costs.bytes(costs.fitted(part, 0))
-    fitted = costs.fitted(part, min((amount for amount in allowed if amount >= least), default=0))
-    flops = costs.traced(fitted).flops / costs.traced(part).flops
+    least = costs.bytes(costs.fit_part(part, 0))
+    fitted = costs.fit_part(part, min((amount for amount in allowed if amount >= least), default=0))
+    flops = costs.trace(fitted).flops / costs.trace(part).flops
     return LessMemory(fitted, least, costs.bytes(part), costs.bytes(fitted), flops)

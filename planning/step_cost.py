@@ -66,7 +66,7 @@ def piece_cost(
         perturb = None
         if attack is not None:
             # All attack steps are equal: one is traced, and the others take no more memory and the same FLOPs.
-            gradient = partial(counted, flops=attack_flops)
+            gradient = partial(count_gradient, flops=attack_flops)
             perturb = adversary(pieces, loss, replace(attack, steps=1), 0, gradient, first_parts)
         z, y = fake_examples(pieces[0], training_config.batch_size, targets=targets)
         train_step(loss, optimiser, z, y, perturb, first_parts)
@@ -95,17 +95,17 @@ def activation_profile(part: Part, training_config: TrainingConfig) -> Activatio
     memory = PeakMemory()
     kept, outputs, peaks = list[int](), list[int](), list[int]()
 
-    def entered(*_: object) -> None:
+    def on_entry(*_: object) -> None:
         kept.append(-memory.live)
 
-    def left(_: nn.Module, inputs: object, z: Tensor) -> None:
+    def on_exit(_: nn.Module, inputs: object, z: Tensor) -> None:
         kept[-1] += memory.live
         outputs.append(z.untyped_storage().nbytes())
         if z.requires_grad:
-            z.register_hook(passed)  # type: ignore[no-untyped-call]
+            z.register_hook(on_gradient)  # type: ignore[no-untyped-call]
         memory.peak = memory.live
 
-    def passed(_: object) -> None:
+    def on_gradient(_: object) -> None:
         peaks.append(memory.peak)
         memory.peak = memory.live
 
@@ -113,11 +113,11 @@ def activation_profile(part: Part, training_config: TrainingConfig) -> Activatio
         piece = part.piece_class(part.blueprint, part.atoms, part.head, fake_load(part.blueprint))
         loss, optimiser = start([piece], training_config, part.make_loss)
         for module in piece.modules.values():
-            module.register_forward_pre_hook(entered)
-            module.register_forward_hook(left)
+            module.register_forward_pre_hook(on_entry)
+            module.register_forward_hook(on_exit)
         z, y = fake_examples(piece, training_config.batch_size, targets=part.targets)
         loss(z, y).backward()  # type: ignore[no-untyped-call]
-        passed(z)
+        on_gradient(z)
         optimiser.step()
 
     trace(work, memory)
@@ -164,7 +164,7 @@ def read_batch(blueprint: Blueprint, atom: int, batch_size: int, *, rounded: boo
     return fake_batch(blueprint, atom, batch_size, torch.bfloat16 if atom else torch.uint8).float()
 
 
-def counted(loss: Loss, flops: FlopCount) -> Gradient:
+def count_gradient(loss: Loss, flops: FlopCount) -> Gradient:
     """Return the gradient function of a loss with respect to its input, which adds its FLOPs to `flops`."""
     gradient = by_backward(loss)
 

@@ -32,7 +32,7 @@ def batches_of(settings: Settings, seen: int) -> int:
 def work_flops(cost_model: CostModel, parts: Sequence[Part], seen: Sequence[int], executed: float = 1.0) -> float:
     """Return the FLOPs of parts, each on that many examples (`seen`), times the fraction `executed` of them."""
     size = cost_model.training_config.batch_size
-    return executed * sum(cost_model.traced(part).flops * n / size for part, n in zip(parts, seen, strict=True))
+    return executed * sum(cost_model.trace(part).flops * n / size for part, n in zip(parts, seen, strict=True))
 
 
 def work_seconds(

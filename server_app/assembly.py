@@ -68,7 +68,7 @@ class Assembly:
             while len(self._idle()) < few and (more := self.stragglers.until_next()):
                 waited += more
                 self.stragglers.wait(more)
-            for task in self.stragglers.answered():
+            for task in self.stragglers.take_answered():
                 if task.get("done"):
                     device, *done = task["done"]
                     self.deadlines.note_simulated(task["client"], device, Done(*done))

@@ -6,7 +6,7 @@ from piecework.device_profiles.fleet import Fleet, load_fleet
 from piecework.federated_data.datasets import ArrayDataset, default_cache, load, prepare
 from piecework.federation.autoattack import require_autoattack
 from piecework.models.cascade import Blueprint
-from piecework.models.init_weights import pretrained
+from piecework.models.init_weights import read_pretrained
 from piecework.models.layers import require_one_of
 from piecework.models.zoo import MODELS
 from piecework.planning.cut import trains_adversarially
@@ -33,5 +33,5 @@ def preflight(settings: Settings) -> tuple[Fleet, ArrayDataset, Blueprint]:
     require_autoattack(settings, data)
     blueprint = blueprint_for(settings, data)
     if settings.training.init_weights:
-        pretrained(Path(settings.training.init_weights), blueprint)
+        read_pretrained(Path(settings.training.init_weights), blueprint)
     return fleet, data, blueprint

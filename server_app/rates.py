@@ -54,7 +54,7 @@ def require_rates(settings: Settings, to_come: Iterable[tuple[int, int]], run: s
     if not idle:
         return
     enough = max(place for _, place in places)
-    longer = settings.changed({"training.lr-rounds": enough})
+    longer = settings.with_values({"training.lr-rounds": enough})
     rate = learning_rate(longer, dict(places)[idle[0]])
     others = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
     advice = f"Set training.lr-rounds = {enough}, which gives round {idle[0]} a rate of {rate:.3g}"

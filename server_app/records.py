@@ -23,7 +23,7 @@ from piecework.client_app.disk import StorageError, sync, write_atomically, writ
 from piecework.client_app.seal import MANIFEST, damage, seal
 from piecework.device_profiles.documents import read_json, read_toml
 from piecework.training.settings import Scalar, Settings
-from piecework.training.settings.table import flat, nested
+from piecework.training.settings.table import flat, nest
 
 SCHEMA = 3  # version of the checkpoint format; 2 has norms of updates by unit, 3 a manifest
 KEPT = 2  # number of newest checkpoints that are kept, in addition to the first
@@ -57,7 +57,7 @@ class RunDir:
     def create(self, settings: Settings) -> None:
         """Create the folder and write the settings."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / "settings.toml", tomli_w.dumps(nested(settings.to_run_config())).encode())
+        write_atomically(self.path / "settings.toml", tomli_w.dumps(nest(settings.to_run_config())).encode())
 
     def _write(self, name: str, text: str) -> None:
         write_atomically(self.path / name, text.encode(), self._then)

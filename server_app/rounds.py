@@ -18,7 +18,7 @@ from piecework.federation.evaluation import Evaluator, final_evaluation
 from piecework.federation.registry import ClientRegistry
 from piecework.federation.reply_guard import ReplyGuard, reply_limit
 from piecework.federation.transport import Transport, Watch
-from piecework.models.init_weights import account, pretrained
+from piecework.models.init_weights import account, read_pretrained
 from piecework.models.partition import Piece
 from piecework.planning.now import doing
 from piecework.server_app.assembly import Assembly
@@ -68,9 +68,9 @@ class Run:
             self.grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout
         )
         state_dir = settings.state_dir or str(run_dir.path / "clients")  # for the stores of emulated clients
-        reference = blueprint_for(settings.changed({"architecture.width": 1.0}), self.data)
+        reference = blueprint_for(settings.with_values({"architecture.width": 1.0}), self.data)
         # A resumed run may have more rounds, but its learning rates follow the schedule of the first start.
-        planned = settings.changed({"training.lr-rounds": self.values["lr-rounds"]})
+        planned = settings.with_values({"training.lr-rounds": self.values["lr-rounds"]})
         experiment = Experiment(planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir)
         self.server: MethodServer = MethodServer(experiment, find_method(settings.strategy))
         self.method = self.server.method
@@ -157,7 +157,7 @@ class Run:
         arrays = self.method.initial()
         if self.settings.training.init_weights:
             path = Path(self.settings.training.init_weights)
-            taken, excluded = pretrained(path, self.method.cut.model)
+            taken, excluded = read_pretrained(path, self.method.cut.model)
             arrays |= taken
             self.values["init-weights"] = account(path, taken, excluded)
         return ArrayRecord({name: Array(value) for name, value in arrays.items()})
@@ -301,7 +301,7 @@ class Run:
             "strategy-state": self.method.state.to_values(),
             "seconds": self.seconds(),
         }
-        kept = ArrayRecord({**self.method.kept, **self.server.late.kept(), **self.served.kept(self.arrays)})
+        kept = ArrayRecord({**self.method.kept, **self.server.late.to_arrays(), **self.served.to_arrays(self.arrays)})
         self.run_dir.save_checkpoint(self.arrays, self.values, kept)
 
 

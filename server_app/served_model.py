@@ -101,9 +101,9 @@ class ServedModel:
             return True
         return not (self.measured and empty_statistics(self.blueprint, [*units(atoms), head]))
 
-    def needed(self, atoms: Piece, head: str) -> int:
+    def needed_bytes(self, atoms: Piece, head: str) -> int:
         """Return the bytes for measuring, atom by atom: the forward pass of the largest atom; the head runs with the last."""
-        cost, model = self.server.method.cut.cost_model.streamed, self.blueprint
+        cost, model = self.server.method.cut.cost_model.trace_inference, self.blueprint
         found: int = max(cost(model, atom, head if atom == atoms[-1] else None, measured=True) for atom in atoms)
         return found
 
@@ -116,7 +116,7 @@ class ServedModel:
             )
         atoms, head = self.server.method.trained_model()
         if not self.is_of(ArrayRecord(), atoms, head):
-            needed, richest = self.needed(atoms, head), self.server.resources.richest
+            needed, richest = self.needed_bytes(atoms, head), self.server.resources.richest
             # If no client can even train, the first round reports that instead.
             if needed > richest.allowed_bytes >= self.server.min_budget(1):
                 raise ValueError(
@@ -131,7 +131,7 @@ class ServedModel:
         """Yield the messages that ask clients to measure, if they have enough memory for it. `last`: the run ends here."""
         server, (atoms, head) = self.server, model
         self.statistics, self._of = ArrayRecord(), (arrays, atoms, head)
-        needed, weights = self.needed(atoms, head), self.weights(arrays)
+        needed, weights = self.needed_bytes(atoms, head), self.weights(arrays)
         sent = ArrayRecord({name: array for name, array in weights.items() if unit_of(name) in {*units(atoms), head}})
         frozen, tasks = server.frozen_units(server_round), {}
         for client in self.clients(server_round, grid, last=last):
@@ -203,14 +203,14 @@ class ServedModel:
                 raise UpdateRejectedError(f"array {name!r} holds {maximum:.4g}: its square would not be a float32")
         return update
 
-    def kept(self, arrays: ArrayRecord) -> dict[str, Array]:
+    def to_arrays(self, arrays: ArrayRecord) -> dict[str, Array]:
         """Return the statistics of this model for a checkpoint; none if they belong to another model."""
         if self._of is None or not is_same(self._of[0], arrays):
             return {}
         return {KEPT + name: array for name, array in self.statistics.items()}
 
     def restore(self, kept: ArrayRecord) -> ArrayRecord:
-        """Restore the statistics that `kept` put into a checkpoint. Returns the other arrays, which are the strategy's."""
+        """Restore the statistics that `to_arrays` put into a checkpoint. Returns the other arrays, which are the strategy's."""
         found = {name.removeprefix(KEPT): array for name, array in kept.items() if name.startswith(KEPT)}
         self.statistics = ArrayRecord(found)
         return ArrayRecord({name: array for name, array in kept.items() if not name.startswith(KEPT)})

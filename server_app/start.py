@@ -7,7 +7,7 @@ from typing import Any
 
 from piecework.models.init_weights import pretrained_units
 from piecework.planning.assignment import Planner
-from piecework.planning.coverage import Trainer, coverage, coverage_sentence, judged, part_names
+from piecework.planning.coverage import Trainer, coverage, coverage_sentence, judge_coverage, part_names
 from piecework.planning.cut import Cut
 from piecework.strategies.server import MethodServer
 
@@ -29,7 +29,7 @@ def check_coverage(server: MethodServer) -> dict[str, Any]:
 def describe_coverage(planner: Planner, trainers: Mapping[int, Trainer]) -> dict[str, Any]:
     """Return the coverage by these clients and what it means, as JSON values. Plans and runs use the same form."""
     rows = coverage(planner, trainers)
-    finding = judged(planner, rows, trainers, pretrained_parts(planner.cut))
+    finding = judge_coverage(planner, rows, trainers, pretrained_parts(planner.cut))
     return {"clients": len(trainers), "parts": rows, "level": finding.level, "says": finding.says}
 
 

@@ -155,7 +155,7 @@ class LateAnswers:
         """Return what is held as JSON values, without arrays."""
         return [asdict(held) for _, held in sorted(self.held.items())]
 
-    def kept(self) -> dict[str, Array]:
+    def to_arrays(self) -> dict[str, Array]:
         """Return the arrays of what is held for a checkpoint."""
         return {
             f"{KEPT}{server_round}/{client}/{name}": Array(array)
@@ -164,7 +164,7 @@ class LateAnswers:
         }
 
     def restore(self, values: list[dict[str, Any]], kept: ArrayRecord) -> ArrayRecord:
-        """Take over what `to_values` and `kept` returned. Returns the other arrays of the checkpoint."""
+        """Take over what `to_values` and `to_arrays` returned. Returns the other arrays of the checkpoint."""
         for held in (Held(**each) for each in values):
             self.held[held.round, held.client] = held
         for name in [name for name in kept if name.startswith(KEPT)]:

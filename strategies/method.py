@@ -21,8 +21,8 @@ from piecework.federation.aggregation import (
     UpdateRejectedError,
     WeightedMean,
     check_update,
+    replace_arrays,
     spec_of,
-    updated,
 )
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, initial_state
@@ -180,7 +180,7 @@ class Method:
 
     def finish(self, current: Round) -> ArrayRecord:
         """Return the new model. Arrays that no client trained stay the same objects."""
-        return updated(current.arrays, current.mean)
+        return replace_arrays(current.arrays, current.mean)
 
     def assign_evaluation(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
         """Return what a client does in an evaluation on that many examples, from its assignment in training.

@@ -117,7 +117,7 @@ class MethodServer(Strategy):
         for place, client in enumerate(c for c in clients if not (swaps and c in self.registry.auto)):
             state = self.registry.state(client, server_round, self.resources.reference_bytes, message)
             ctx = self.context(client, state, server_round, arrays, place)
-            states[client] = replace(state, budget_bytes=self._given_budget(ctx))
+            states[client] = replace(state, budget_bytes=self._assign_budget(ctx))
         self.slowest = min((state.flops_per_second for state in states.values()), default=math.inf)
         found = {}
         for place, (client, state) in enumerate(states.items()):
@@ -128,7 +128,7 @@ class MethodServer(Strategy):
             found[client] = Assigned(assignment, task, state)
         return found
 
-    def _given_budget(self, ctx: Context) -> int:
+    def _assign_budget(self, ctx: Context) -> int:
         """Return the budget (bytes) that a client is given: less after crashes, but enough to train if it can at all."""
         fraction, budget = self.method.state.crash_history.fraction(ctx.client), ctx.device.budget_bytes
         return (

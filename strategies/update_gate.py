@@ -10,7 +10,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
-from piecework.device_profiles.clock import awaited, simulated_seconds
+from piecework.device_profiles.clock import seconds_awaited, simulated_seconds
 from piecework.federation.aggregation import (
     CheckedUpdate,
     Norms,
@@ -76,7 +76,7 @@ class UpdateGate:
 
     def _in_order(self, current: Round, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
         """Yield the updates in the order in which their clients answer."""
-        received = self._received(current, replies)
+        received = self._receive(current, replies)
         if not (self.settings.simulated and (self.settings.enough or self.settings.faults.deadline_factor)):
             return received
         pairs = list(received)
@@ -100,7 +100,7 @@ class UpdateGate:
         for report in current.reports.values():
             deadline = self.deadline(report)
             report.deadline_seconds = deadline if math.isfinite(deadline) else None
-            report.waited_seconds = min(awaited(report.simulated_seconds, deadline, there), current.closed_at)
+            report.waited_seconds = min(seconds_awaited(report.simulated_seconds, deadline, there), current.closed_at)
 
     def _close(self, current: Round, accepted: list[ClientReport]) -> None:
         """End the round with these updates: clients whose updates were not needed, or had not arrived, are late."""
@@ -111,7 +111,7 @@ class UpdateGate:
             if report not in accepted and report.status in late and client not in unreached:
                 report.end("late", f"{len(accepted)} others had answered, which is enough (faults.over-sample)")
 
-    def _received(self, current: Round, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
+    def _receive(self, current: Round, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
         """Yield each update that is valid on its own."""
         limits, maximum = self.limits(current.arrays)
 

@@ -130,9 +130,9 @@ def _examples(
     def read(positions: np.ndarray) -> Tensor:
         chosen = rows[positions]
         if augmentation is not None:
-            return _owned_images(augmentation.read(inputs, chosen, positions, places[0], places[1]), data, channels)
+            return _copy_images(augmentation.read(inputs, chosen, positions, places[0], places[1]), data, channels)
         taken = inputs[(slice(None), *places)][chosen]
-        return _owned_tokens(taken) if data.vocabulary else _owned_images(taken, data, channels)
+        return _copy_tokens(taken) if data.vocabulary else _copy_images(taken, data, channels)
 
     return Examples(
         read,
@@ -142,24 +142,24 @@ def _examples(
 
 
 def as_inputs(rows: np.ndarray, data: ArrayDataset) -> Tensor:
-    """Convert rows of a data set to a model's input: `normalised` images, or tokens [B, length], int64."""
-    return _owned_tokens(np.array(rows)) if data.vocabulary else normalised(rows, data)
+    """Convert rows of a data set to a model's input: normalised images, or tokens [B, length], int64."""
+    return _copy_tokens(np.array(rows)) if data.vocabulary else normalise(rows, data)
 
 
-def normalised(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:
+def normalise(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:
     """Return normalised float images [B, C, H, W], in channels-last memory because that is their layout on disk."""
-    return _owned_images(np.array(images_BHWC), data, images_BHWC.shape[-1])
+    return _copy_images(np.array(images_BHWC), data, images_BHWC.shape[-1])
 
 
 # The functions below turn arrays that have no other owner into tensors without a copy. The accounting counts such a tensor from
 # its first operation on.
 
 
-def _owned_tokens(rows: np.ndarray) -> Tensor:
+def _copy_tokens(rows: np.ndarray) -> Tensor:
     return torch.from_numpy(rows).long()
 
 
-def _owned_images(images_BHWC: np.ndarray, data: ArrayDataset, channels: int) -> Tensor:
+def _copy_images(images_BHWC: np.ndarray, data: ArrayDataset, channels: int) -> Tensor:
     """Return normalised images with `channels` channels; missing channels are zero."""
     pixels = torch.from_numpy(images_BHWC)
     if channels == pixels.shape[-1]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from piecework.models.cascade import Blueprint, fit_features, isolated_rng, run_atoms, unset_weights
-from piecework.models.recompute import recomputed
+from piecework.models.recompute import recompute
 from piecework.models.static_norms import count_first_alike
 from piecework.training.accelerator import CPU, release_cache
 from piecework.training.attacks import Attack, Gradient, Loss, Parts, by_backward, micro_batches, pgd, whole
@@ -60,7 +60,7 @@ class PieceModel:
             return run_atoms(self.blueprint, self.atoms[first:last], modules[first:last], z)
 
         for first, last in self.recompute:
-            z = recomputed(partial(run, first, last), run(done, first, z), modules[first:last])
+            z = recompute(partial(run, first, last), run(done, first, z), modules[first:last])
             done = last
         return run(done, len(modules), z)
 
@@ -74,7 +74,7 @@ class PieceModel:
         """List all parameters in order."""
         return [p for module in self.units().values() for p in module.parameters()]
 
-    def undecayed(self) -> list[nn.Parameter]:
+    def list_undecayed(self) -> list[nn.Parameter]:
         """List the parameters without weight decay."""
         return []
 
@@ -264,7 +264,7 @@ def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: 
         (pieces[0].optimiser or SGD)(
             [p for piece in pieces for p in piece.parameters() if p.requires_grad],
             training_config,
-            [p for piece in pieces for p in piece.undecayed()],
+            [p for piece in pieces for p in piece.list_undecayed()],
             [piece.after_step for piece in pieces],
         ),
     )

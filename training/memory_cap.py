@@ -77,7 +77,7 @@ class MemoryCap:
 
 
 @contextmanager
-def uncounted() -> Iterator[None]:
+def pause_counting() -> Iterator[None]:
     """Exclude the body from a counted phase: it repeats counted operations and leaves nothing large behind."""
     with _disable_current_modes():
         yield

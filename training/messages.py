@@ -82,21 +82,21 @@ class Task:
             found.setdefault(item.plain, []).append(item)
         return found
 
-    def needed(self, item: WorkItem) -> int | None:
+    def needed_bytes(self, item: WorkItem) -> int | None:
         """Return the bytes that a work item needs at least, or None if the server does not list it."""
         return min((self.costs[each] for each in self._steps.get(item, ())), default=None)
 
-    def refused(self, item: WorkItem, allowed: int, doing: str) -> MemoryBudgetExceededError:
+    def refusal(self, item: WorkItem, allowed: int, doing: str) -> MemoryBudgetExceededError:
         """Return the error for an item of which no listed step fits; it names the smallest. `doing` says what did not fit."""
         smallest = min(self._steps.get(item, [item]), key=lambda each: self.costs.get(each, 0))
         step = f" ({smallest.step})" if smallest.step else ""
         return MemoryBudgetExceededError(self.costs.get(smallest, 0) or self.reference, allowed, doing + step)
 
-    def fitted(self, item: WorkItem, allowed: int) -> WorkItem:
+    def fit_item(self, item: WorkItem, allowed: int) -> WorkItem:
         """Return a work item with the first listed step that takes at most `allowed` bytes, or as it is if there is none."""
         return next((each for each in self._steps.get(item, ()) if self.costs[each] <= allowed), item)
 
-    def evaluated(self, allowed: int, doing: str) -> EvaluationStep:
+    def choose_evaluation(self, allowed: int, doing: str) -> EvaluationStep:
         """Return the first listed step of an evaluation that takes at most `allowed` bytes; if nothing is enforced, the first.
 
         Raises MemoryBudgetExceededError if none does; `doing` says what did not fit.

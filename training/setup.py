@@ -30,7 +30,7 @@ def open_dataset(name: str, data_dir: str, pixel_scale: PixelScale = "normalised
 
     Raises DatasetError for a pixel scale other than normalised if the data are not 8-bit images.
     """
-    return scaled(load(prepare(name, data_dir=data_dir, cache_dir=default_cache())), pixel_scale)
+    return scale_pixels(load(prepare(name, data_dir=data_dir, cache_dir=default_cache())), pixel_scale)
 
 
 def dataset_of(settings: Settings) -> ArrayDataset:
@@ -38,7 +38,7 @@ def dataset_of(settings: Settings) -> ArrayDataset:
     return open_dataset(settings.dataset, settings.data_dir, settings.data.pixel_scale)
 
 
-def scaled(data: ArrayDataset, pixel_scale: PixelScale) -> ArrayDataset:
+def scale_pixels(data: ArrayDataset, pixel_scale: PixelScale) -> ArrayDataset:
     """Return a data set whose pixels, (pixel / 255 - mean) / std, are normalised, from 0 to 1 (unit), or from 0 to 255 (raw).
 
     Raises DatasetError for a scale other than normalised if the data are not 8-bit images.
@@ -83,7 +83,7 @@ def client_rows(
     public = public_rows(settings, len(labels))
     if len(public):
         left = np.setdiff1d(np.arange(len(labels)), public)
-        own = settings.changed({"data.public-fraction": 0.0})
+        own = settings.with_values({"data.public-fraction": 0.0})
         rows = client_rows(own, np.asarray(labels)[left], clients, None if groups is None else groups[left])
         return [left[each] for each in rows]
     return partition_rows(
@@ -132,7 +132,7 @@ def check_partition(settings: Settings, data: ArrayDataset) -> None:
 
 def open_own(folder: Path, settings: Settings, client: int, clients: int) -> ArrayDataset:
     """Open a node's own data. Raises DatasetError if they are another client's, or were exported for another run."""
-    data = scaled(load(folder), settings.data.pixel_scale)
+    data = scale_pixels(load(folder), settings.data.pixel_scale)
     check_export(settings, data, client, clients)
     return data
 

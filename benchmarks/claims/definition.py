@@ -42,7 +42,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from piecework.device_profiles.documents import read_toml, shown
+from piecework.device_profiles.documents import abbreviate, read_toml
 from piecework.training.settings import Scalar
 
 FOLDER = Path(__file__).parent
@@ -162,7 +162,7 @@ def read(name: str, folder: Path = FOLDER) -> Claim:
     """Read the claim of this name, and check its entries but not its settings: `jobs.load` does. Raises ClaimError."""
     path = folder / f"{name}.toml"
     if not path.is_file():
-        raise ClaimError(f"there is no claim {shown(name)}; the claims are {', '.join(names(folder)) or 'none'}")
+        raise ClaimError(f"there is no claim {abbreviate(name)}; the claims are {', '.join(names(folder)) or 'none'}")
     try:
         table = read_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -181,7 +181,7 @@ def _named(entries: Sequence[Any], name: str, where: str) -> Any:
     for entry in entries:
         if entry.name == name:
             return entry
-    raise ClaimError(f"{where} {shown(name)}: there is none of this name; there are {_listed(entries)}")
+    raise ClaimError(f"{where} {abbreviate(name)}: there is none of this name; there are {_listed(entries)}")
 
 
 def _listed(entries: Iterable[Any]) -> str:
@@ -204,7 +204,7 @@ def _explain(problem: Any, table: dict[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{where}: unknown key"
     message = problem["msg"].removeprefix("Input ")
-    return f"{where} = {shown(problem['input'])}: {message[0].lower()}{message[1:]}"
+    return f"{where} = {abbreviate(problem['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def _check(claim: Claim) -> None:

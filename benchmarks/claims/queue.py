@@ -19,7 +19,7 @@ from benchmarks.claims.notes import Note, beside
 from benchmarks.claims.recorded import Recorded
 from benchmarks.claims.records import DOCS
 from piecework.server_app.records import RunDir
-from piecework.training.settings.table import nested
+from piecework.training.settings.table import nest
 
 Say = Callable[[str], None]
 
@@ -109,7 +109,7 @@ def start(job: Job, options: Options, commit: str, machine: str) -> Child:
         words += ["--set", f"resume-from={folder}"]
     else:
         settings = beside(folder, "toml")
-        settings.write_text(tomli_w.dumps(nested(dict(job.settings))), encoding="utf-8")
+        settings.write_text(tomli_w.dumps(nest(dict(job.settings))), encoding="utf-8")
         own = {"output-dir": folder.parent, "run-name": folder.name, "training.torch-threads": 1}
         own |= {"data-dir": options.data_dir} if options.data_dir else {}
         words += [

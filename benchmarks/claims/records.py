@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from benchmarks.claims.definition import Claim, ClaimError
 from piecework.client_app.disk import write_atomically
-from piecework.device_profiles.documents import read_json, shown
+from piecework.device_profiles.documents import abbreviate, read_json
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "claims"
 POINTS = 20  # of a curve, at most
@@ -131,7 +131,7 @@ def _record(kind: type[Any], values: Any) -> Any:
     lacking = {name for name, required in known.items() if required} - given
     if lacking or given - known.keys():
         raise ValueError(
-            f"a record {shown(values)} lacks {sorted(lacking)} and has too many {sorted(given - known.keys())}"
+            f"a record {abbreviate(values)} lacks {sorted(lacking)} and has too many {sorted(given - known.keys())}"
         )
     return kind(**values)
 

@@ -13,7 +13,7 @@ WIDTHS = {"0.125": "14.51", "0.1666667": "19.34", "0.3333333": "38.68", "0.5": "
 def text() -> str:
     """Return the section."""
     policy, flags = policy_for(CUT), f"{OF_FEDEPTH} --set architecture.width="
-    alone = [policy.needed(policy.item((n,))) / MIB for n in range(len(policy.blueprint.atoms))]
+    alone = [policy.needed_bytes(policy.item((n,))) / MIB for n in range(len(policy.blueprint.atoms))]
     depth = [[f"B{n}", f"block{n}", *beside(mib, alone[n])] for n, mib in enumerate(DEPTH, start=1)]
     cuts = ["; ".join(label(part) for part in policy_for(each).stages[0].parts) for each in (CUT, SINGLE)]
     width = [[width, *beside(mib, full_bytes(flags + width) / MIB)] for width, mib in WIDTHS.items()]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.tables.shared import COMPARED, MB, beside, commands, layers_of, policy_for, section, table
 from piecework.models.cascade import Atom, Blueprint
-from piecework.models.layers import named
+from piecework.models.layers import stack_layers
 from piecework.models.low_rank import low_rank
 from piecework.models.padding import PadChannels, Padding
 from piecework.planning.part import Part, whole_model
@@ -53,11 +53,11 @@ class FirstChannels(nn.Module):
 
 
 def _first(build: Callable[[], nn.Module], rank: int) -> nn.Module:
-    return named(whole=build(), narrow=FirstChannels(rank))
+    return stack_layers(whole=build(), narrow=FirstChannels(rank))
 
 
 def _padded_head(build: Callable[[], nn.Module], channels: int) -> nn.Module:
-    return named(pad=PadChannels(Padding(channels)), whole=build())
+    return stack_layers(pad=PadChannels(Padding(channels)), whole=build())
 
 
 def _factorised(build: Callable[[], nn.Module], keep: float) -> nn.Module:
@@ -79,7 +79,7 @@ def _thin_layer(layer: nn.Module, keep: float) -> nn.Module | None:
     if layer.kernel_size == (1, 1):
         return nn.Conv2d(inputs, rank, 1, layer.stride, bias=False)
     v = nn.Conv2d(inputs, rank, layer.kernel_size, layer.stride, layer.padding, bias=False)
-    return named(v=v, u=nn.Conv2d(rank, rank, 1, bias=False))
+    return stack_layers(v=v, u=nn.Conv2d(rank, rank, 1, bias=False))
 
 
 def figures(part: Part) -> tuple[float, float, float]:

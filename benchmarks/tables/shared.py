@@ -52,7 +52,7 @@ def policy_for(flags: str) -> Cut:
     settings, question = asked(flags)
     about = question.input_shape, question.num_classes
     blueprint = blueprint_of_shape(settings, *about)
-    reference = blueprint_of_shape(settings.changed({"architecture.width": 1.0}), *about)
+    reference = blueprint_of_shape(settings.with_values({"architecture.width": 1.0}), *about)
     cost_model = cost_model_for(settings, reference)
     budget = budget_bytes(question.budget, cost_model.bytes(whole_model(blueprint))) if question.budget else 0
     return find_method(settings.strategy).make_cut(blueprint, cost_model, settings, budget)

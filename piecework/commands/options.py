@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from piecework.app_folder import PRESETS
-from piecework.device_profiles.documents import read_toml, shown
+from piecework.device_profiles.documents import abbreviate, read_toml
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
 from piecework.engines.processes import Connection
@@ -82,7 +82,7 @@ def settings_from(
     require_used(settings, None if resumed in ("", "auto") else given)
     resolved = readable_anywhere(settings) | {"workers": default_workers(settings.workers)}
     of_run = resolved.keys() - given if resumed not in ("", "auto") else set()  # as the run has them
-    return settings.changed({key: value for key, value in resolved.items() if key not in of_run})
+    return settings.with_values({key: value for key, value in resolved.items() if key not in of_run})
 
 
 def require_strategy(asked_for: Scalars, there: bool) -> None:
@@ -194,7 +194,7 @@ def assignment(text: str) -> tuple[str, Scalar]:
     """Parse `key=value`, with the value as TOML reads it, or plain text. Raises SettingsError."""
     key, equals, raw = text.partition("=")
     if not equals:
-        raise SettingsError(f"--set {shown(text)}: expected KEY=VALUE")
+        raise SettingsError(f"--set {abbreviate(text)}: expected KEY=VALUE")
     field = fields().get(key.strip())
     try:
         value = read_toml(f"value = {raw}")["value"]
@@ -239,6 +239,7 @@ def seed_list(seeds: str) -> list[int]:
     parts = [part.strip() for part in seeds.split(",")]
     if not all(part.isdecimal() and len(part) < DIGITS for part in parts) or len(set(parts)) < len(parts):
         raise SettingsError(
-            f"--seeds {shown(seeds)}: expected different whole numbers from 0 of less than {DIGITS} digits, separated by commas"
+            f"--seeds {abbreviate(seeds)}: expected different whole numbers from 0 of less than {DIGITS} digits, separated by "
+            "commas"
         )
     return [int(part) for part in parts]

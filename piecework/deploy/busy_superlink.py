@@ -53,7 +53,7 @@ def in_turn(session: Any) -> Any:
     turn, within = threading.Lock(), ContextVar("within", default=False)
 
     @contextmanager
-    def taken(self: Any) -> Iterator[Any]:
+    def take_turn(self: Any) -> Iterator[Any]:
         if within.get():
             with session(self) as nested:
                 yield nested
@@ -66,7 +66,7 @@ def in_turn(session: Any) -> Any:
             finally:
                 within.reset(token)
 
-    return taken
+    return take_turn
 
 
 class Heard:
@@ -90,26 +90,26 @@ def node_heard(authenticate: Callable[[Any], None], state_of: Callable[[Any], An
     """
     heard = Heard()
 
-    def checked(request: Any) -> None:
+    def check(request: Any) -> None:
         authenticate(request)  # raises HTTPException
         node = getattr(request.state.protobuf_request, "node", None)
         if node is not None and heard.again(node.node_id):
             state_of(request).acknowledge_node_heartbeat(node.node_id, HEARTBEAT_SECONDS)
 
-    return checked
+    return check
 
 
 def task_heard(authenticate: Callable[..., Any]) -> Callable[..., Any]:
     """Return Flower's check of whose task a request is of, such as a ServerApp, after which it counts as its heartbeat."""
     heard = Heard()
 
-    def checked(request: Any, token: Any, state: Any) -> Any:
+    def check(request: Any, token: Any, state: Any) -> Any:
         task = authenticate(request, token, state)  # raises HTTPException
         if heard.again(task.task_id):
             state.acknowledge_task_heartbeat(task.task_id)
         return task
 
-    return checked
+    return check
 
 
 class Only:

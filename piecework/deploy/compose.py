@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from piecework.device_profiles.fleet import device_of, load_fleet, named_device
+from piecework.device_profiles.fleet import device_of, find_device, load_fleet
 from piecework.device_profiles.profile import format_bytes, is_unlimited, parse_bytes
 from piecework.planning.costs import cost_model_for
 from piecework.plans.question import data_shape
@@ -257,7 +257,7 @@ def places(settings: Settings, floor: int) -> list[Place]:
                 "spaces and . ( ) + -"
             )
         # If the fleet gives each client its own figure, the client's number identifies it, not the device's name.
-        config = node_config(client, clients, device.name if named_device(fleet, device.name) == device else "")
+        config = node_config(client, clients, device.name if find_device(fleet, device.name) == device else "")
         memory = device.budget(reference)
         if is_unlimited(memory):
             raise SettingsError(
@@ -272,7 +272,7 @@ def places(settings: Settings, floor: int) -> list[Place]:
 def reference_bytes(settings: Settings) -> int:
     """Return the bytes of one reference step, of which ratio budgets are fractions."""
     shape, classes, _ = data_shape(settings)
-    full = settings.changed({"architecture.width": 1.0})
+    full = settings.with_values({"architecture.width": 1.0})
     return cost_model_for(settings, blueprint_of_shape(full, shape, classes)).reference_bytes
 
 

@@ -45,7 +45,7 @@ from piecework.server_app.start import say
 from piecework.server_app.summary import how_stopped, summarise
 from piecework.training.accelerator import find_device
 from piecework.training.settings import Settings
-from piecework.training.settings.table import nested
+from piecework.training.settings.table import nest
 
 OnRound = Callable[[dict[str, Any]], None]
 Engine = Callable[[Settings, RunDir, OnRound], None]
@@ -110,7 +110,7 @@ def attempts(engine: Engine, settings: Settings, run_dir: RunDir, on_round: OnRo
 def resume_settings(settings: Settings, run_dir: RunDir) -> Settings:
     """Return the settings that resume a run from its last checkpoint, or start it again if it has none."""
     begun = (run_dir.path / "settings.toml").is_file()
-    return settings.changed({"resume-from": str(run_dir.path)}) if begun else settings
+    return settings.with_values({"resume-from": str(run_dir.path)}) if begun else settings
 
 
 def note_stop(run_dir: RunDir, seconds: float) -> None:
@@ -202,7 +202,7 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
     """
     config = home.path / "run-config.toml"
     values = settings.to_run_config() | {"output-dir": str(run_dir.path.parent), "run-name": run_dir.path.name}
-    config.write_text(tomli_w.dumps(nested(values)), encoding="utf-8")
+    config.write_text(tomli_w.dumps(nest(values)), encoding="utf-8")
     seen = len(run_dir.readable_rounds()[0]) if settings.resume_from else 0
     before, known = run_dir.summary_version(), run_dir.coverage()
     killed = killed_writer(run_dir.path)

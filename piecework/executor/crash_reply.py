@@ -50,7 +50,7 @@ class Notes:
         def pull_and_note(client: Any) -> Any:
             pull_messages, push_messages = client.PullMessages, client.PushMessages
 
-            def noted(request: Any) -> Any:
+            def pull_and_note_messages(request: Any) -> Any:
                 found = pull_messages(request)
                 for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
                     metadata = Metadata.FromString(message.metadata.SerializeToString())
@@ -64,7 +64,7 @@ class Notes:
                 os.write(self.pipe, ANSWERED + b"\n")
                 return push_messages(request)
 
-            client.PullMessages, client.PushMessages = noted, answering
+            client.PullMessages, client.PushMessages = pull_and_note_messages, answering
             return self.of_failure("its message was pulled", pull)(client)
 
         return pull_and_note

@@ -61,7 +61,7 @@ class Parent:
     def fork(self, name: str, work: Callable[..., object], *arguments: Any) -> int:
         """Fork a child that does its work and nothing else, and return its pid."""
         parent = os.getpid()
-        with _held(signal.SIGCHLD, *ENDING):  # until the child has its own handlers
+        with _block(signal.SIGCHLD, *ENDING):  # until the child has its own handlers
             pid = os.fork()
             if pid == 0:
                 self._be_child(parent, name, work, *arguments)
@@ -147,7 +147,7 @@ class Executor(Parent):
             if (
                 code
             ):  # Flower offers again what is not begun, so that a process that cannot start is not tried all the time
-                dropped = len(list(received(self.requests)))
+                dropped = len(list(receive(self.requests)))
                 log(
                     WARNING,
                     "process %s, which started tasks, ended with code %s; %s waited for it",
@@ -207,7 +207,7 @@ class ForkServer(Parent):
             for pid, code in self.ended():
                 if pid in self.tasks:
                     self._conclude(pid, code)
-            for request in received(self.requests):
+            for request in receive(self.requests):
                 self._start(json.loads(request))
 
     def _start(self, words: list[str]) -> None:
@@ -265,7 +265,7 @@ def lives(pid: int) -> bool:
     return state not in ("Z", "X")
 
 
-def received(requests: socket.socket) -> Iterator[bytes]:
+def receive(requests: socket.socket) -> Iterator[bytes]:
     """Yield the datagrams that are there."""
     with suppress(BlockingIOError):
         while True:
@@ -273,7 +273,7 @@ def received(requests: socket.socket) -> Iterator[bytes]:
 
 
 @contextmanager
-def _held(*signals: signal.Signals) -> Iterator[None]:
+def _block(*signals: signal.Signals) -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

@@ -80,7 +80,7 @@ def install_once(install: Callable[..., Path]) -> Callable[..., Path]:
     if another task is still filling it, or one died over it: here the others wait, and the folder is there when it is whole.
     """
 
-    def installed(bundle: bytes, **options: Any) -> Path:
+    def install_bundle(bundle: bytes, **options: Any) -> Path:
         apps = get_flwr_home() / APP_DIR
         apps.mkdir(parents=True, exist_ok=True)
         with (apps / f".{hashlib.sha256(bundle).hexdigest()}").open("a+", encoding="utf-8") as note:
@@ -99,7 +99,7 @@ def install_once(install: Callable[..., Path]) -> Callable[..., Path]:
             note.write(str(path))
             return path
 
-    return installed
+    return install_bundle
 
 
 def run_task(words: list[str], note: int) -> None:

@@ -119,7 +119,7 @@ def planner_for(
     can = find_method(settings.strategy).can
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     reference = blueprint_of_shape(
-        settings.changed({"architecture.width": 1.0}), question.input_shape, question.num_classes
+        settings.with_values({"architecture.width": 1.0}), question.input_shape, question.num_classes
     )
     own = settings.attack.steps if trains_adversarially(can, settings) else 0
     steps = own if question.attack_steps is None else question.attack_steps
@@ -158,7 +158,7 @@ def module_row(policy: Cut, stage: str, part: Part) -> dict[str, Any]:
         "parameters": part.parameters,
         "memory_bytes": policy.cost_model.bytes(part),
         "forward_flops": part.forward_flops * batch,
-        "training_flops": policy.cost_model.traced(part).flops,
+        "training_flops": policy.cost_model.trace(part).flops,
         "macs": count(part, batch) if (count := MACS.get(policy.settings.memory.model)) else None,
         "bytes_down": down_up[0],
         "bytes_up": down_up[1],
@@ -313,7 +313,9 @@ def device_rows(policy: Cut, tasks: list[list[list[PlannedTask]]], examples: int
 def trained_parts(policy: Cut, tasks: Sequence[PlannedTask]) -> list[dict[str, Any]]:
     """Return what is trained in some tasks, the most common first, each with its fraction of the tasks and what it skips."""
     trained = Counter(" | ".join(map(label, task.parts)) for task in tasks if task.parts)
-    skipped = {" | ".join(map(label, task.parts)): policy.excluded(list(task.parts)) for task in tasks if task.parts}
+    skipped = {
+        " | ".join(map(label, task.parts)): policy.find_excluded(list(task.parts)) for task in tasks if task.parts
+    }
     return [
         {"what": what, "fraction": count / len(tasks), "leaves_out": skipped[what]}
         for what, count in trained.most_common()

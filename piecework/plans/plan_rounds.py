@@ -39,7 +39,7 @@ def timed_rounds(settings: Settings, rounds: Sequence[Tasks]) -> list[TimedRound
     pace = Pace(settings.faults.deadline_factor, settings.faults.deadline_floor, math.inf)
     for number, tasks in enumerate(rounds, start=1):
         waited = wait_for_enough(stragglers, len(tasks), settings.least)
-        for late in stragglers.answered():
+        for late in stragglers.take_answered():
             pace.note(late["client"], str(late["done"][0]), Done(*late["done"][1:]))
         idle = [client for client in range(len(tasks)) if client not in stragglers.clients]
         chosen = sample_clients(idle, settings.asked, settings.seed, number)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast, get_args
 
-from piecework.device_profiles.documents import shown
+from piecework.device_profiles.documents import abbreviate
 from piecework.federated_data.datasets import PUBLISHED, default_cache, prepare
 from piecework.federated_data.labels import label_remarks
 from piecework.models.cascade import Shape
@@ -78,8 +78,8 @@ def parse_shape(text: str) -> Shape:
     edges = text.lower().split("x")
     if len(edges) not in (1, 3) or not all(edge.isdecimal() and len(edge) < DIGITS and int(edge) for edge in edges):
         raise SettingsError(
-            f"--input-shape {shown(text)}: expected channels, height and width as 3x224x224, or tokens as 500, each of less "
-            f"than {DIGITS} digits"
+            f"--input-shape {abbreviate(text)}: expected channels, height and width as 3x224x224, or tokens as 500, each of "
+            f"less than {DIGITS} digits"
         )
     shape = tuple(map(int, edges))
     if prod(shape) > LARGEST_EXAMPLE:

@@ -18,7 +18,7 @@ from piecework.planning.part import whole_model
 from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
 from piecework.strategies import find_method
-from piecework.training.methods import METHODS, SIMPLEST, advised
+from piecework.training.methods import METHODS, SIMPLEST, advised_methods
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 from piecework.training.sgd import TrainingConfig
@@ -38,7 +38,7 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
     it.
     """
     attacked = settings.training.adversarial or find_method(settings.strategy).can.attack == "always"
-    settings = settings.changed({"training.adversarial": attacked})
+    settings = settings.with_values({"training.adversarial": attacked})
     tell(SIMPLEST)
     simple, first = fedavg_verdict(settings, question)
     found: list[Row] = []
@@ -46,9 +46,9 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
         for name in sorted(METHODS):
             if name != SIMPLEST and suits(name, attacked):
                 tell(name)
-                found.append(plan_system(settings.changed({"strategy": name}), question, simple["attack_steps"]))
+                found.append(plan_system(settings.with_values({"strategy": name}), question, simple["attack_steps"]))
     able = [row for row in found if not row["reason"]]
-    first += [row for name in advised() for row in able if row["strategy"] == name]
+    first += [row for name in advised_methods() for row in able if row["strategy"] == name]
     return {
         "adversarial": attacked,
         "simple": simple,
@@ -146,7 +146,7 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> tuple[Row, lis
 
     If not every device can, `fitted` says how far `memory.fit` helps, and `smaller_batch` which batch every device could hold.
     """
-    settings = settings.changed({"strategy": SIMPLEST, "memory.fit": ""})
+    settings = settings.with_values({"strategy": SIMPLEST, "memory.fit": ""})
     plan = make_plan(settings, question)
     fleet = load_fleet(settings.fleet)
     states = list(chain(*fleet_states(fleet, settings, plan["reference_bytes"])))
@@ -166,7 +166,7 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> tuple[Row, lis
     rows = [row_of(settings, plan)]
     if not verdict["fits"]:
         if settings.memory.model == "traced":
-            fitted = settings.changed({"memory.fit": FIT})
+            fitted = settings.with_values({"memory.fit": FIT})
             plan = make_plan(fitted, question)
             verdict["fitted"] = fitted_verdict(fitted, question, states, plan["fleet"]["participation"])
             rows.append(row_of(fitted, plan))
@@ -205,7 +205,7 @@ def held_bytes(training_config: TrainingConfig) -> int:
 def smaller_batch(settings: Settings, question: PlanQuestion, poorest: DeviceState, attack_steps: int) -> Row | None:
     """Return the largest power of two below the batch size at which every device can hold a step, or None."""
     for size in smaller_batches(settings.training.batch_size):
-        cost_model = cost_model_of(settings.changed({"training.batch-size": size}), question, attack_steps)
+        cost_model = cost_model_of(settings.with_values({"training.batch-size": size}), question, attack_steps)
         needed = cost_model.bytes(whole_model(blueprint_of(settings, question)))
         if needed <= poorest.allowed_bytes:
             return {"batch_size": size, "step_bytes": needed}
@@ -219,7 +219,7 @@ def smaller_batches(batch_size: int) -> list[int]:
 
 def cost_model_of(settings: Settings, question: PlanQuestion, attack_steps: int) -> CostModel:
     """Return the cost model of all systems' steps."""
-    reference = blueprint_of(settings.changed({"architecture.width": 1.0}), question)
+    reference = blueprint_of(settings.with_values({"architecture.width": 1.0}), question)
     return cost_model_for(settings, reference, attack_steps, question.precision)
 
 

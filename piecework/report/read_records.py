@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from piecework.device_profiles.documents import shown
+from piecework.device_profiles.documents import abbreviate
 from piecework.server_app.records import CheckpointError, RunDir
 
 Record = dict[str, Any]
@@ -204,5 +204,5 @@ def _require(kind: type[_Row], record: Record, where: str) -> None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = " ".join(map(str, first["loc"]))
-        given = "is missing" if first["type"] == "missing" else f"= {shown(first['input'])}: {first['msg']}"
+        given = "is missing" if first["type"] == "missing" else f"= {abbreviate(first['input'])}: {first['msg']}"
         raise CheckpointError(f"{where}, is damaged, or of another version of Piecework: {place} {given}") from None

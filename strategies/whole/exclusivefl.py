@@ -16,4 +16,4 @@ class ExclusiveFL(FedAvg):
 
     def begin(self, fleet: ClientResources) -> None:
         """Raise ValueError if no client can train the whole model."""
-        fleet.require_capable_client(self.cut.needed(self.cut.whole), "Training the whole model")
+        fleet.require_capable_client(self.cut.needed_bytes(self.cut.whole), "Training the whole model")

@@ -32,7 +32,7 @@ class JFATCut(FedProphetCut):
         """Return 0: a device with any budget trains, by swapping."""
         return 0
 
-    def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
+    def choose_atoms(self, stage: int, state: DeviceState, slowest: float) -> Piece:
         """Return all atoms of the model."""
         return self.stages[stage].parts[0].atoms
 

@@ -39,7 +39,7 @@ class AllSmallCut(Cut):
         while high - low > 1:
             middle = (low + high) // 2
             narrow = whole_model(vary(self.blueprint, Variant(width=middle / STEPS)))
-            needed = self.cost_model.bytes(self.cost_model.fitted(narrow, 0))
+            needed = self.cost_model.bytes(self.cost_model.fit_part(narrow, 0))
             low, high = (middle, high) if needed <= cut.allowed else (low, middle)
         if not low:
             raise ValueError(
@@ -52,7 +52,7 @@ class AllSmallCut(Cut):
         """Return the cut whose width ratio is the budget's fraction of the full model's memory. Raises ValueError."""
         whole = self.cost_model.bytes(whole_model(self.blueprint))
         cut = self.narrow(max(1, min(STEPS, STEPS * budget // whole)) / STEPS)
-        if (needed := cut.needed(cut.whole)) > cut.allowed:
+        if (needed := cut.needed_bytes(cut.whole)) > cut.allowed:
             raise ValueError(
                 f"allsmall: heterofl.width-rule = 'paper' gives {cut.width:.4g} of the channels, which need {needed:,} "
                 f"bytes, and the poorest client has {budget:,}; use heterofl.width-rule = budget"

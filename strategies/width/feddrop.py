@@ -11,7 +11,7 @@ classes. Channels are rounded down, as in the code of FedProphet's authors. As i
 the fraction of their inputs that is kept (`heterofl.scaler`).
 """
 
-from piecework.models.width import Select, drawn
+from piecework.models.width import Select, draw_channels
 from piecework.planning.assignment import Context
 from piecework.strategies.serving import Serving
 from piecework.strategies.width.heterofl.server import HeteroFL
@@ -31,4 +31,4 @@ class FedDrop(HeteroFL):
 
     def select(self, ctx: Context) -> Select:
         """Return a draw of channels, a function of seed, round and client."""
-        return drawn(generator(self.settings.seed, ctx.round, ctx.client, "channels"))
+        return draw_channels(generator(self.settings.seed, ctx.round, ctx.client, "channels"))

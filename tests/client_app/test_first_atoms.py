@@ -102,7 +102,7 @@ def client_of(folder: Path, policy: Any, allowed: int, units: Sequence[str] = ()
     data, model = data_for(policy.blueprint), policy.model
     client = a_client(
         folder,
-        policy.settings.changed({key_of(name): value for name, value in changes.items()}),
+        policy.settings.with_values({key_of(name): value for name, value in changes.items()}),
         allowed,
         blueprint=policy.blueprint,
         full=policy.blueprint,
@@ -186,7 +186,7 @@ def test_first_atoms_that_must_be_trained(tmp_path: Path, name: str) -> None:
             train(client, "fedepth", costs)
         assert (caught.value.needed, caught.value.allowed) == (10**6, allowed)
     needed = policy.min_budget()
-    assert needed == max(policy.needed(policy.item((0,))), policy.needed(policy.item((last,))))
+    assert needed == max(policy.needed_bytes(policy.item((0,))), policy.needed_bytes(policy.item((last,))))
     assert policy.method(policy).parts(0, state(needed), 1.0)
     with pytest.raises(AtomTooLargeError):
         policy.method(policy).parts(0, state(needed - 1), 1.0)
@@ -251,7 +251,7 @@ def test_a_run_whose_devices_leave_out_the_first_atoms(tmp_path: Path) -> None:
     blueprint = build_blueprint("vgg11", num_classes=10, input_shape=(1, 32, 32), width=0.1, batch_norm="batch")
     settings = tiny_settings(**model)
     policy = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
-    rich, poor = policy.needed(policy.item((0,))), policy.needed(policy.item((2,)))
+    rich, poor = policy.needed_bytes(policy.item((0,))), policy.needed_bytes(policy.item((2,)))
     assert [part.atoms for part in find_method("fedepth")(policy).parts(0, state(poor), 1.0)] == [
         (2,),
         (4,),

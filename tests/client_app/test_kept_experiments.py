@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 
-from piecework.client_app.kept_experiments import IN_USE, hold, old_experiments, remove_old, removed, removed_under
+from piecework.client_app.kept_experiments import IN_USE, hold, old_experiments, remove, remove_old, remove_under
 
 CURRENT = "f" * 32
 
@@ -51,7 +51,7 @@ def test_another_client_removes_what_this_one_has_listed(tmp_path: Path) -> None
     assert remove_old(tmp_path, CURRENT, 1) == [note(path, 1) for path in old[:2]]
     for path in listed:
         with pytest.raises(FileNotFoundError):
-            removed(path)
+            remove(path)
     assert remove_old(tmp_path, CURRENT, 1) == []
 
 
@@ -62,7 +62,7 @@ def test_a_task_that_began_anew_keeps_its_experiment(tmp_path: Path) -> None:
         assert remove_old(tmp_path, CURRENT, 1)
         with hold(experiment):
             (experiment / "3").mkdir()
-            assert not removed_under(file, experiment)
+            assert not remove_under(file, experiment)
             assert (experiment / "3").is_dir()
 
 

@@ -15,7 +15,7 @@ from piecework.federated_data.personal import client_test_rows
 from piecework.models.work_item import WorkItem
 from piecework.strategies.width.heterofl import client as heterofl
 from piecework.strategies.width.heterofl.client import HeteroFLTaskConfig
-from piecework.training.examples import normalised
+from piecework.training.examples import normalise
 from piecework.training.loop import PieceModel
 from piecework.training.messages import Task
 from piecework.training.methods import METHODS
@@ -69,7 +69,7 @@ def test_every_client_evaluates_on_its_part_and_each_counts_alike(tmp_path: Path
     own = client_test_rows(data.labels, all_client_rows(settings, 3), data.test_labels, settings.seed)
     assert len({len(rows) for rows in own}) > 1
     right = [
-        (predictions(model(normalised(data.test_inputs[rows], data))).numpy() == data.test_labels[rows]).mean()
+        (predictions(model(normalise(data.test_inputs[rows], data))).numpy() == data.test_labels[rows]).mean()
         for rows in own
     ]
     assert third["accuracy"] == pytest.approx(np.mean(right))

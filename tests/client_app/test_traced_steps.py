@@ -11,7 +11,7 @@ from zoo_helpers import ONE_A_FAMILY, SMALL, blueprint_of
 from piecework.device_profiles.memory import PeakMemory, trace
 from piecework.models.cascade import Blueprint
 from piecework.models.low_rank import low_rank
-from piecework.models.masked import masked
+from piecework.models.masked import mask_model
 from piecework.models.zoo import MODELS, is_token_model
 from piecework.planning.step_cost import fake_load, piece_cost
 from piecework.training.attacks import Attack
@@ -74,8 +74,8 @@ def test_a_step_in_bfloat16(name, attack, momentum) -> None:
     [
         low_rank(blueprint_of("resnet18"), 0.4),
         low_rank(blueprint_of("vgg11", norm="none", classifier="prism"), 0.2),
-        masked(blueprint_of("conv4")),
-        masked(blueprint_of("resnet18-preact", width=0.5)),
+        mask_model(blueprint_of("conv4")),
+        mask_model(blueprint_of("resnet18-preact", width=0.5)),
     ],
     ids=lambda blueprint: f"{blueprint.name}-{len(blueprint.atoms)}",
 )

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from piecework.cli import app
 from piecework.client_app.seal import damage
 from piecework.commands.options import assignment, settings_from
-from piecework.device_profiles.documents import DEEPEST, read_json, read_toml, shown
+from piecework.device_profiles.documents import DEEPEST, abbreviate, read_json, read_toml
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.fleet_file import FleetError
 from piecework.models.mix import MOST_NETS, Mix
@@ -40,9 +40,9 @@ def test_deep_nesting_is_bad_input_and_no_recursion() -> None:
     value: Any = []
     for _ in range(100_000):
         value = [value]
-    assert shown(value) == "a list that is too large to show"
-    assert shown(10**5000) == "a int that is too large to show"
-    assert shown("x" * 1000) == f"'{'x' * 199} .. (1,002 characters)"
+    assert abbreviate(value) == "a list that is too large to show"
+    assert abbreviate(10**5000) == "a int that is too large to show"
+    assert abbreviate("x" * 1000) == f"'{'x' * 199} .. (1,002 characters)"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_fedprophet_heads() -> None:
 
 def test_fedepth_table_1() -> None:
     policy = policy_for(fedepth.CUT)
-    blocks = [policy.needed(policy.item((n,))) / MIB for n in range(1, 10)]
+    blocks = [policy.needed_bytes(policy.item((n,))) / MIB for n in range(1, 10)]
     assert blocks == pytest.approx([20.02] * 3 + [14.05, 10.07, 10.07, 7.21, 5.28, 5.28], abs=0.01)
     pieces = [part.atoms for part in policy.stages[0].parts]
     assert pieces == [(0, 1), (2,), (3,), (4,), (5, 6), (7, 8, 9)]

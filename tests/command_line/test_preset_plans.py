@@ -40,12 +40,12 @@ EQUAL_RATIOS = ("prism", "orthdrop", "origdrop", "splitmix")  # in PriSM's compa
 @pytest.fixture(autouse=True)
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A paper's memory model needs no trace: plans trace for seconds and FLOPs, which are not looked at here."""
-    traced = CostModel.traced
+    traced = CostModel.trace
 
     def cost(self: CostModel, part: Part) -> StepCost:
         return traced(self, part) if self.memory_model is None else StepCost(0, 0)
 
-    monkeypatch.setattr(CostModel, "traced", cost)
+    monkeypatch.setattr(CostModel, "trace", cost)
 
 
 @cache
@@ -62,7 +62,7 @@ def planned(values: tuple[tuple[str, Scalar], ...]) -> dict[str, Any]:
 def cost_model(step: tuple[tuple[str, Scalar], ...], shape: tuple[int, ...], classes: int) -> CostModel:
     """That of all plans of a system with this model and step, whatever the fleet."""
     settings = Settings.from_run_config(dict(step))
-    reference = blueprint_of_shape(settings.changed({"architecture.width": 1.0}), shape, classes)
+    reference = blueprint_of_shape(settings.with_values({"architecture.width": 1.0}), shape, classes)
     steps = settings.attack.steps if trains_adversarially(find_method(settings.strategy).can, settings) else 0
     return cost_model_for(settings, reference, steps)
 
@@ -113,7 +113,7 @@ def test_every_command_of_a_header_plans_and_somebody_trains_in_each_stage(name:
         if (
             assignments and settings.dataset == "cifar100"
         ):  # whose variants differ from CIFAR-10's in the classifier alone
-            settings = settings.changed({"dataset": "cifar10"})
+            settings = settings.with_values({"dataset": "cifar10"})
         shares = [stage["participation"] for stage in plan_of(settings)["fleet"]["stages"]]
         assert min(shares) > (0.99 if settings.strategy in EQUAL_RATIOS else 0), assignments
 
@@ -154,7 +154,7 @@ def test_fedprophet_trains_the_papers_modules_at_rates_that_restart(data: str, v
     )
     for stage in range(7):  # a 20th at its end
         assert rates(settings, stage, 500) == pytest.approx((RATE[data], RATE[data] * 0.994**499))
-    worded = settings.changed({"fedprophet.lr-restart": False})
+    worded = settings.with_values({"fedprophet.lr-restart": False})
     assert RATE[data] / rates(worded, 2, 500)[0] == pytest.approx(400, rel=0.03)  # as the header says
     own = settings.of(FedProphetSettings)
     assert (own.apa_bound, own.aux_pool, own.validation_clients) == ("start", "authors", "all")

@@ -87,7 +87,7 @@ def test_tracing_says_that_it_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     for console in (terminal_now, plain):
         monkeypatch.setattr(costs, "_TRACED", {})  # what other tests of this process traced
         with RoundProgress(3, console) as progress:
-            costs.cost_model_for(Settings(), blueprint).traced(whole_model(blueprint))
+            costs.cost_model_for(Settings(), blueprint).trace(whole_model(blueprint))
             tracing("convnet")
             if console is terminal_now:
                 assert screen(console, progress)[-1].endswith("tracing the parts of convnet (2)")

@@ -27,7 +27,7 @@ from piecework.report.under_attack import robust_curves
 from piecework.server_app.records import RunDir
 from piecework.server_app.summary import peak_over_budget
 from piecework.strategies.cascade.fedprophet.panels import depth_rows, panels, stage_rows
-from piecework.training.examples import normalised
+from piecework.training.examples import normalise
 from piecework.training.setup import open_dataset
 
 pytest.importorskip("plotly")
@@ -346,7 +346,7 @@ def test_a_model_of_the_first_modules(in_the_middle: RunDir) -> None:
     assert torch.equal(model.network.head.fc.weight, head)  # type: ignore[union-attr, arg-type]
     data = open_dataset(str(in_the_middle.settings()["dataset"]), "")
     with torch.no_grad():
-        right = (model(normalised(data.test_inputs, data)).argmax(1) == torch.tensor(data.test_labels)).sum()
+        right = (model(normalise(data.test_inputs, data)).argmax(1) == torch.tensor(data.test_labels)).sum()
     final = in_the_middle.final()
     assert final is not None
     assert int(right) / len(data.test_labels) == final["accuracy"]

@@ -254,7 +254,7 @@ def test_a_part_that_two_systems_train_is_traced_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(costs, "piece_cost", lambda *a, **k: traced.append(a) or original(*a, **k))
     settings = settings_with(clients=2, training__batch_size=13)
     for strategy in ("fedavg", "exclusivefl"):
-        own = settings.changed({"strategy": strategy})
+        own = settings.with_values({"strategy": strategy})
         assert cost_model_of(own, ask(own), 0).reference_bytes
     assert len(traced) == 1
 
@@ -277,7 +277,7 @@ def test_a_system_that_cannot_take_a_model_of_ones_own_does_not_stop_the_others(
     monkeypatch.setitem(MODELS, "mlp", mlp)
     settings = Settings(model="mlp", clients=4)
     question = ask(settings)
-    rows = {n: plan_system(settings.changed({"strategy": n}), question, 0) for n in ("prism", "fedepth")}
+    rows = {n: plan_system(settings.with_values({"strategy": n}), question, 0) for n in ("prism", "fedepth")}
     assert rows["prism"]["reason"].startswith("atom 'fc2' of mlp cannot be cut by rank: it is a chain of 0 (Linear)")
     assert rows["fedepth"]["participation"] > 0
 

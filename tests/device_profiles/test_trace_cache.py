@@ -27,7 +27,7 @@ from piecework.device_profiles import trace_cache
 from piecework.device_profiles.call_key import NoKeyError, call_key
 from piecework.device_profiles.memory import StepCost
 from piecework.device_profiles.trace_cache import TRACED, circumstances, digest_of, recall
-from piecework.device_profiles.user_cache import NO_CACHE, traced_anew, traces_file
+from piecework.device_profiles.user_cache import NO_CACHE, trace_anew, traces_file
 from piecework.models.cascade import Blueprint
 from piecework.models.zoo import build_blueprint
 from piecework.planning import step_cost
@@ -210,7 +210,7 @@ def test_a_cost_is_traced_once_and_without_the_cache_anew(traced: list[str]) -> 
     assert len(traced) == 1
     assert [recall(piece_cost, *arguments) for _ in range(3)] == [cost] * 3
     assert len(traced) == 2
-    with traced_anew(wanted=True):
+    with trace_anew(wanted=True):
         assert recall(piece_cost, *arguments) == cost
         assert os.environ[NO_CACHE] == "1", "processes started meanwhile read it"
     assert len(traced) == 3

@@ -84,7 +84,7 @@ def test_ray_agrees_and_is_ours_until_ctrl_c(tmp_path: Path, ray_folder: Path, w
         pass
     settings = settings_from("", [f"{key}={value}" for key, value in values.items()], nodes=2, output_dir=str(tmp_path))
     local = RunDir(tmp_path / "local")
-    launch(settings.changed({"num-rounds": last, "run-name": "local", "workers": 1}), local, lambda _: None)
+    launch(settings.with_values({"num-rounds": last, "run-name": "local", "workers": 1}), local, lambda _: None)
     one, other = model_of(local), model_of(run_dir)
     assert one.keys() == other.keys()
     for name, array in one.items():

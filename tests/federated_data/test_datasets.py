@@ -152,7 +152,7 @@ def test_pixels_at_half_the_size_are_means_of_two_by_two():
     # (1 + 2 + 3 + 5) / 4 = 2.75, 4 * 255 / 4 = 255 (no overflow), (0 + 0 + 0 + 2) / 4 = 0.5 and 2.5 to the even 0 and 2
     rows = [[1, 2, 255, 255], [3, 5, 255, 255], [0, 0, 2, 2], [0, 2, 2, 4]]
     image = np.array(rows, np.uint8)[None, :, :, None]
-    assert sources.halved(image)[0, :, :, 0].tolist() == [[3, 255], [0, 2]]
+    assert sources.halve(image)[0, :, :, 0].tolist() == [[3, 255], [0, 2]]
 
 
 @pytest.mark.skipif(

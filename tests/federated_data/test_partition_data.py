@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from piecework.federated_data.partition import (
     client_class_counts,
     dirichlet,
+    draw_skewed,
     iid,
     natural,
     partition_rows,
     pathological,
-    skewed,
     split,
 )
 
@@ -90,7 +90,7 @@ def test_pathological_deals_distinct_classes_and_uses_all_it_can(classes, client
 def test_skewed_client_data_are_disjoint_and_exactly_equal_for_any_input(labels, clients, hand, seed, skew):
     clients = min(clients, len(labels))
     hand = min(hand, len(set(labels)), max(1, round(skew * (len(labels) // clients))))
-    shares = skewed(np.array(labels), clients, seed, hand, skew)
+    shares = draw_skewed(np.array(labels), clients, seed, hand, skew)
     together = np.concatenate(shares)
     assert {len(share) for share in shares} == {len(labels) // clients}
     assert len(set(together.tolist())) == len(together)
@@ -99,10 +99,10 @@ def test_skewed_client_data_are_disjoint_and_exactly_equal_for_any_input(labels,
 
 def test_skewed_clients_have_exactly_their_classes_where_shards_fit():
     # 10 classes of 600, 20 clients with 2 shards each: 4 shards are a class, and a stretch of 20 shards five classes.
-    pure = client_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 3, 2, 1.0), 10)
+    pure = client_class_counts(TEN_CLASSES, draw_skewed(TEN_CLASSES, 20, 3, 2, 1.0), 10)
     assert [sorted(row.tolist()) for row in pure] == [[0] * 8 + [150, 150]] * 20
     assert (pure > 0).sum(0).tolist() == [4] * 10
-    counts = client_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 3, 2, 0.8), 10)
+    counts = client_class_counts(TEN_CLASSES, draw_skewed(TEN_CLASSES, 20, 3, 2, 0.8), 10)
     own = np.sort(counts)[:, -2:]
     assert counts.sum(1).tolist() == [300] * 20
     assert (own >= 120).all()  # 80 % of 300, half of it of each class
@@ -112,7 +112,7 @@ def test_skewed_clients_have_exactly_their_classes_where_shards_fit():
 
 def test_skewed_others_are_of_any_class():
     # Of the 60 others a fifth is of the client's own two classes: 240 + 12 of 300. 400 clients, standard error 0.0005.
-    counts = [client_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, seed, 2, 0.8), 10) for seed in range(20)]
+    counts = [client_class_counts(TEN_CLASSES, draw_skewed(TEN_CLASSES, 20, seed, 2, 0.8), 10) for seed in range(20)]
     assert np.sort(counts)[..., -2:].sum(-1).mean() / 300 == pytest.approx(0.84, abs=0.003)
 
 
@@ -120,7 +120,7 @@ def test_skewed_shards_of_classes_that_do_not_fit():
     # A line of 25 examples in 5 classes has four borders. One shard of 5 a client: each border is in one shard at most.
     labels = np.repeat([4, 7, 1, 0, 9], [1, 3, 5, 7, 9])
     for seed in range(50):
-        pure = [set(labels[share].tolist()) for share in skewed(labels, 5, seed, 1, 1.0)]
+        pure = [set(labels[share].tolist()) for share in draw_skewed(labels, 5, seed, 1, 1.0)]
         assert sum(len(classes) - 1 for classes in pure) <= 4
         assert set.union(*pure) == {0, 1, 4, 7, 9}
 
@@ -128,12 +128,12 @@ def test_skewed_shards_of_classes_that_do_not_fit():
 def test_skewed_shards_of_unequal_length():
     # The line aaaaabbbbb, or bbbbbaaaaa, is cut into aaa and aab, bb and bb: either client has 3 of one and 2 of the other.
     labels = np.repeat([0, 1], 5)
-    counts = [client_class_counts(labels, skewed(labels, 2, seed, 2, 1.0), 2) for seed in range(20)]
+    counts = [client_class_counts(labels, draw_skewed(labels, 2, seed, 2, 1.0), 2) for seed in range(20)]
     assert {tuple(row) for pair in counts for row in pair.tolist()} == {(3, 2), (2, 3)}
 
 
 def test_a_skew_of_nothing_is_iid():
-    counts = client_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, 0, 2, 0.0), 10)
+    counts = client_class_counts(TEN_CLASSES, draw_skewed(TEN_CLASSES, 20, 0, 2, 0.0), 10)
     assert counts.sum(1).tolist() == [300] * 20
     assert abs(counts - 30).max() < 20  # 30 a class, give or take sqrt(27)
 
@@ -143,7 +143,7 @@ def test_skewed_classes_are_in_another_order_with_another_seed():
     pairs = {
         tuple(np.flatnonzero(row))
         for seed in range(40)
-        for row in client_class_counts(TEN_CLASSES, skewed(TEN_CLASSES, 20, seed, 2, 1.0), 10)
+        for row in client_class_counts(TEN_CLASSES, draw_skewed(TEN_CLASSES, 20, seed, 2, 1.0), 10)
     }
     assert len(pairs) == 45
 

@@ -15,7 +15,7 @@ from helpers import TRIO, run_local, tiny_settings
 from piecework import load as load_model
 from piecework.commands.export_data import export_data
 from piecework.federated_data.datasets import PUBLISHED, ArrayDataset, DatasetError, load, prepare
-from piecework.federated_data.texts import LENGTH, WORDS, text_files, tokenised
+from piecework.federated_data.texts import LENGTH, WORDS, text_files, tokenise
 from piecework.models.zoo import build_blueprint
 from piecework.server_app.preflight import preflight
 from piecework.training import loop
@@ -46,7 +46,7 @@ def ends(row: np.ndarray) -> list[int]:
 def test_tokens_by_hand() -> None:
     """Numbers by frequency in the training texts: film 3, dull and great 2 (by the alphabet), plot 1. Others go."""
     train = ["The film was great, a GREAT film!", "Dull film; dull plot"]
-    tokens, test = tokenised(train, ["A plot of zombies", ""])
+    tokens, test = tokenise(train, ["A plot of zombies", ""])
     assert tokens.shape == (2, LENGTH)
     assert tokens.dtype == np.uint16
     assert tokens[0].tolist() == [0] * (LENGTH - 4) + [1, 3, 3, 1]
@@ -58,9 +58,9 @@ def test_tokens_by_hand() -> None:
 def test_as_many_words_and_tokens_as_there_is_room_for() -> None:
     """Of 1,002 words the two least frequent are excluded; of a long text the beginning counts."""
     words = [f"w{n:04}" for n in range(WORDS + 2)]
-    tokens, _ = tokenised([" ".join(words), " ".join(words[:WORDS])], [])
+    tokens, _ = tokenise([" ".join(words), " ".join(words[:WORDS])], [])
     assert ends(tokens[0]) == list(range(1, LENGTH + 1))
-    assert tokenised([" ".join(words), " ".join(words[:WORDS])], [f"{words[-1]} {words[5]}"])[1][0, -2:].tolist() == [
+    assert tokenise([" ".join(words), " ".join(words[:WORDS])], [f"{words[-1]} {words[5]}"])[1][0, -2:].tolist() == [
         0,
         6,
     ]

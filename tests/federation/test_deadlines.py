@@ -11,7 +11,7 @@ import pytest
 from flwr.app import Message, RecordDict
 from helpers import FEW, TRIO, RecordingGrid, clients_of, model_of, run_local, same, training
 
-from piecework.device_profiles.clock import awaited, closing
+from piecework.device_profiles.clock import closing, seconds_awaited
 from piecework.federation import transport
 from piecework.federation.pace import KEPT, Done, Load, Pace, before_deadlines, predict_seconds
 from piecework.federation.transport import Transport
@@ -79,7 +79,7 @@ def test_a_round_does_not_await_whoever_misses_a_deadline() -> None:
     assert closing(answers, dict.fromkeys(answers, 0.5)) == ([1], 1.0)
     assert closing(answers, dict.fromkeys(answers, 0.5), least=2) == ([1, 2], 3.0)
     assert closing(answers, dict.fromkeys(answers, 0.5), least=4) == ([1, 2, 0], 5.0)
-    assert [awaited(5.0, 2.0, there) for there in (1.0, 3.0, 9.0)] == [2.0, 3.0, 5.0]
+    assert [seconds_awaited(5.0, 2.0, there) for there in (1.0, 3.0, 9.0)] == [2.0, 3.0, 5.0]
 
 
 def test_no_deadline_is_before_the_predicted_time() -> None:

@@ -23,7 +23,7 @@ from piecework.federation import evaluation
 from piecework.federation.evaluation import Evaluation, Evaluator, at_full_speed
 from piecework.models.cascade import Atom, Blueprint, Cascade, initial_state, isolated_rng
 from piecework.training.attacks import Attack, by_backward, pgd
-from piecework.training.examples import normalised
+from piecework.training.examples import normalise
 from piecework.training.setup import image_attack
 
 ATTACK = Attack("linf", epsilon=0.1, step=0.05, steps=4, low=0.0, high=1.0, mean=(0.5,), std=(0.25,))
@@ -112,7 +112,7 @@ def trained() -> tuple[Blueprint, ArrayRecord]:
     with isolated_rng(3):
         model = Cascade(blueprint)
     for start in [*range(0, 1400, 100)] * 3:
-        x, y = normalised(data.inputs[start : start + 100], data), torch.tensor(data.labels[start : start + 100])
+        x, y = normalise(data.inputs[start : start + 100], data), torch.tensor(data.labels[start : start + 100])
         gradients = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
         torch._foreach_add_([p.data for p in model.parameters()], gradients, alpha=-0.1)
     return blueprint, record((name, value.detach()) for name, value in model.state_dict().items())
@@ -137,7 +137,7 @@ def by_hand(blueprint: Blueprint, state: dict[str, Tensor], units: list[str], ba
     loss, correct, count = 0.0, 0, len(data.test_labels)
     assert count % batch != 1
     for start in range(0, count, batch):
-        z, y = normalised(data.test_inputs[start : start + batch], data), data.test_labels[start : start + batch]
+        z, y = normalise(data.test_inputs[start : start + batch], data), data.test_labels[start : start + batch]
         for module in modules:
             z = module(z)
         loss += float(F.cross_entropy(z, torch.tensor(y), reduction="sum"))

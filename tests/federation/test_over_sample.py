@@ -56,13 +56,13 @@ def test_stragglers_answer_after_their_time() -> None:
     stragglers.add(4, 1, 3.0)
     stragglers.add(2, 1, 5.0)
     stragglers.wait(2.0)
-    assert (stragglers.answered(), stragglers.until_next(), stragglers.clients) == ([], 1.0, {2, 4})
+    assert (stragglers.take_answered(), stragglers.until_next(), stragglers.clients) == ([], 1.0, {2, 4})
     stragglers.wait(1.0)
     assert (stragglers.until_next(), stragglers.clients) == (2.0, {2})
-    assert [task["client"] for task in stragglers.answered()] == [4]
+    assert [task["client"] for task in stragglers.take_answered()] == [4]
     again = Stragglers(json.loads(json.dumps(stragglers.tasks)))
     again.wait(9.0)
-    assert (again.answered(), again.until_next()) == ([{"client": 2, "round": 1, "left": -7.0, "done": []}], 0.0)
+    assert (again.take_answered(), again.until_next()) == ([{"client": 2, "round": 1, "left": -7.0, "done": []}], 0.0)
 
 
 def test_a_plan_leaves_out_who_is_still_at_work() -> None:
@@ -88,7 +88,7 @@ def test_too_few_idle_clients_are_waited_for() -> None:
     found = timed_rounds(settings, [tasks(1.0, 3.0, 9.0)] * 2)
     assert found == [([0, 1, 2], 3.0, 1), ([0, 1], 3.0, 0)]
     # Two are still at work when one has answered; the second round waits 2 s until client 1 is idle too.
-    one = settings.changed({"clients-per-round": 1, "faults.over-sample": 2})
+    one = settings.with_values({"clients-per-round": 1, "faults.over-sample": 2})
     assert timed_rounds(one, [tasks(1.0, 3.0, 9.0)] * 2)[1][:2] == ([0, 1], 2.0 + 1.0)
 
 

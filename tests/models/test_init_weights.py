@@ -9,7 +9,7 @@ from torch import nn
 
 from piecework.commands.options import settings_from
 from piecework.models.cascade import Blueprint, Cascade, isolated_rng
-from piecework.models.init_weights import account, pretrained
+from piecework.models.init_weights import account, read_pretrained
 from piecework.models.zoo import build_blueprint
 
 
@@ -41,7 +41,7 @@ def torchvision_state(name: str, **options: object) -> dict[str, torch.Tensor]:
 
 def test_resnet_takes_everything_where_the_classes_are_as_many(saved):
     state = torchvision_state("resnet34", num_classes=256)
-    arrays, excluded = pretrained(saved(state), blueprint_of("resnet34", 224, 256))
+    arrays, excluded = read_pretrained(saved(state), blueprint_of("resnet34", 224, 256))
     model = Cascade(blueprint_of("resnet34", 224, 256))
     assert excluded == []
     assert list(arrays) == list(model.state_dict())  # all of the model, in its order
@@ -58,7 +58,7 @@ def test_resnet_takes_everything_where_the_classes_are_as_many(saved):
 
 
 def test_a_classifier_or_stem_of_another_size_is_not_loaded(saved):
-    arrays, excluded = pretrained(saved(torchvision_state("resnet18")), blueprint_of("resnet18"))
+    arrays, excluded = read_pretrained(saved(torchvision_state("resnet18")), blueprint_of("resnet18"))
     assert sorted(excluded) == ["conv1.weight", "fc.bias", "fc.weight"]
     assert len(arrays) == 122 - 3
     assert "atoms.0.bn1.weight" in arrays
@@ -69,7 +69,7 @@ def test_vgg_leaves_out_torchvisions_classifier(saved):
     with isolated_rng(5):
         model = models.vgg16_bn(weights=None, init_weights=False)
     model.classifier = nn.Sequential(nn.Linear(512, 20), nn.ReLU(), nn.Dropout(), nn.Linear(20, 1000))
-    arrays, excluded = pretrained(saved(model.state_dict()), blueprint_of("vgg16"))
+    arrays, excluded = read_pretrained(saved(model.state_dict()), blueprint_of("vgg16"))
     assert len(arrays) == 13 * 7
     assert {name.split(".")[0] for name in arrays} == {"atoms"}
     assert sorted(excluded) == ["classifier.0.bias", "classifier.0.weight", "classifier.3.bias", "classifier.3.weight"]
@@ -82,13 +82,13 @@ def test_weights_of_a_vgg_without_batch_norm_are_not_mixed_in(saved):
     with isolated_rng(5):
         plain = models.vgg16(weights=None, init_weights=False).features.state_dict()
     path = saved({f"features.{name}": value for name, value in plain.items()})
-    assert list(pretrained(path, blueprint_of("vgg16"))[0]) == ["atoms.0.conv.weight", "atoms.0.conv.bias"]
-    arrays, excluded = pretrained(path, blueprint_of("vgg16", norm="none"))
+    assert list(read_pretrained(path, blueprint_of("vgg16"))[0]) == ["atoms.0.conv.weight", "atoms.0.conv.bias"]
+    arrays, excluded = read_pretrained(path, blueprint_of("vgg16", norm="none"))
     assert (len(arrays), excluded) == (26, [])
 
 
 def test_batch_statistics_have_no_running_ones(saved):
-    arrays, excluded = pretrained(
+    arrays, excluded = read_pretrained(
         saved(torchvision_state("resnet18", num_classes=10)), blueprint_of("resnet18", 64, batch_norm="batch")
     )
     assert len(arrays) == 62
@@ -101,7 +101,7 @@ def test_our_own_names_in_any_float(saved, dtype):
     with isolated_rng(1):
         state = Cascade(blueprint).state_dict()
     path = saved({name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()})
-    arrays, excluded = pretrained(path, blueprint)
+    arrays, excluded = read_pretrained(path, blueprint)
     assert excluded == []
     for name, value in state.items():
         expected = value.to(dtype).float() if value.is_floating_point() else value
@@ -114,42 +114,42 @@ def test_looking_for_names_draws_no_random_numbers(saved):
     torch.manual_seed(4)
     expected = torch.rand(3)
     torch.manual_seed(4)
-    pretrained(path, blueprint_of("resnet18"))
+    read_pretrained(path, blueprint_of("resnet18"))
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_nothing_that_fits_is_an_error_that_shows_both(saved):
     path = saved({f"layer{i}.weight": torch.zeros(2, i) for i in range(9)})
     with pytest.raises(ValueError, match="none of its 9 arrays fits resnet18") as caught:
-        pretrained(path, blueprint_of("resnet18"))
+        read_pretrained(path, blueprint_of("resnet18"))
     message = str(caught.value)
     assert str(path) in message
     assert "layer0.weight (2, 0), layer1.weight (2, 1)" in message
     assert "atoms.0.conv1.weight (64, 3, 3, 3)" in message
     assert "these names or torchvision's" in message
     with pytest.raises(ValueError, match="these names, for torchvision has no such model"):
-        pretrained(path, blueprint_of("convnet"))
+        read_pretrained(path, blueprint_of("convnet"))
 
 
 def test_a_narrower_model_takes_nothing(saved):
     with pytest.raises(ValueError, match="none of its 122 arrays fits resnet18"):  # not even num_batches_tracked
-        pretrained(saved(torchvision_state("resnet18")), blueprint_of("resnet18", 64, width=0.5))
+        read_pretrained(saved(torchvision_state("resnet18")), blueprint_of("resnet18", 64, width=0.5))
 
 
 def test_files_that_cannot_be_used(tmp_path, saved):
     blueprint = blueprint_of("convnet")
     with pytest.raises(ValueError, match=r"training.init-weights = .*absent\.safetensors: there is no such file"):
-        pretrained(tmp_path / "absent.safetensors", blueprint)
+        read_pretrained(tmp_path / "absent.safetensors", blueprint)
     pickled = tmp_path / "model.pth"
     torch.save(Cascade(blueprint).state_dict(), pickled)
     with pytest.raises(ValueError, match=r"model\.pth cannot be read as safetensors.*Pickles .* are not read"):
-        pretrained(pickled, blueprint)
+        read_pretrained(pickled, blueprint)
     state = Cascade(blueprint).state_dict()
     name = next(name for name, value in state.items() if value.is_floating_point())
     state[name].view(-1)[0] = torch.nan
     path = saved(state)
     with pytest.raises(ValueError, match=re.escape(f"{name} has values that are not finite")):
-        pretrained(path, blueprint)
+        read_pretrained(path, blueprint)
 
 
 def test_the_sentence_for_the_log():

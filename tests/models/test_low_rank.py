@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecework.models.cascade import Blueprint, Cascade, initial_state
 from piecework.models.kernels import compose, decompose, effective_rank, sample
-from piecework.models.low_rank import PaddedNorm, Pair, computed, factors, is_place, low_rank
+from piecework.models.low_rank import PaddedNorm, Pair, factors, find_computed, is_place, low_rank
 from piecework.models.zoo import build_blueprint
 from piecework.strategies.low_rank.prism.client import LowRankModel, frobenius, low_rank_loss
 from piecework.training.loop import PieceModel, classification_loss, load_for_device, start
@@ -211,7 +211,7 @@ def test_a_sub_model_is_the_masked_full_model(name: str, scattered: bool) -> Non
     blueprint, rng = blueprint_of(name), np.random.default_rng(2)
     arrays, small = factored(blueprint), low_rank(blueprint, 0.4, scattered=scattered)
     thin = Cascade(small)
-    made = computed(small)
+    made = find_computed(small)
     widths = {layer.weight: arrays[layer.u].shape[0] for layer in factors(small)}
     kept = {layer.weight: thin.get_parameter(layer.u).shape[0] for layer in factors(small)}
     rows = {
@@ -317,7 +317,7 @@ def test_factors_do_not_decay_one_by_one() -> None:
     loss.backward()
     gradients = {id(p): p.grad.clone() for p in piece.parameters()}
     optimiser.step()
-    factors_of = {id(p) for p in piece.undecayed()}
+    factors_of = {id(p) for p in piece.list_undecayed()}
     assert len(factors_of) == 8
     for p in piece.parameters():
         moved = 0.5 * gradients[id(p)] if id(p) in factors_of else 0.5 * 0.1 * before[id(p)]

@@ -8,8 +8,8 @@ from helpers import a_blueprint, a_training_config
 from torch import nn
 
 from piecework.models.cascade import Blueprint, initial_state, isolated_rng
-from piecework.models.compact import layout, put, take
-from piecework.models.masked import MaskedLinear, masked, masked_layers, thresholds, update_from_importance
+from piecework.models.compact import layout, take, write_back
+from piecework.models.masked import MaskedLinear, mask_model, masked_layers, thresholds, update_from_importance
 from piecework.models.zoo import build_blueprint
 from piecework.strategies.sparse.spafl.forms import SparseModel, sparse_loss
 from piecework.training.sgd import SGD
@@ -76,7 +76,7 @@ def test_a_weight_with_a_threshold_of_its_own() -> None:
 
 
 def test_convolutions_get_the_same_gradients_in_both_memory_formats() -> None:
-    blueprint = masked(build_blueprint("lenet5", num_classes=10, input_shape=(1, 28, 28)))
+    blueprint = mask_model(build_blueprint("lenet5", num_classes=10, input_shape=(1, 28, 28)))
     found = []
     for memory in (torch.contiguous_format, torch.channels_last):
         with isolated_rng(3):
@@ -94,7 +94,7 @@ def test_convolutions_get_the_same_gradients_in_both_memory_formats() -> None:
 
 def test_a_step_moves_thresholds_by_their_gradient_and_the_regulariser() -> None:
     """Eq. 6 with momentum 0: tau - lr h + alpha lr exp(-tau); then the bounds."""
-    blueprint = masked(build_blueprint("lenet5", num_classes=10, input_shape=(1, 16, 16)))
+    blueprint = mask_model(build_blueprint("lenet5", num_classes=10, input_shape=(1, 16, 16)))
     model = SparseModel(blueprint, range(2), "head", blueprint.build_unit)
     layers = model.layers()
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_thresholds_that_are_not_clamped_leave_their_bounds() -> None:
 
 @pytest.mark.parametrize("clamped", [True, False])
 def test_a_masked_model_clamps_all_its_thresholds_or_none(clamped: bool) -> None:
-    model = masked(a_blueprint(), clamped=clamped)
+    model = mask_model(a_blueprint(), clamped=clamped)
     layers = [layer for unit in model.units() for _, layer in masked_layers(model.build_unit(unit))]
     assert layers
     assert {layer.clamped for layer in layers} == {clamped}
@@ -170,7 +170,7 @@ def test_importance_moves_weights_against_the_dominant_sign_where_the_threshold_
 
 def test_the_first_weights_are_those_of_the_model_without_thresholds() -> None:
     plain = build_blueprint("conv4", num_classes=10, input_shape=(3, 32, 32))
-    with_thresholds = dict(initial_state(masked(plain), 7))
+    with_thresholds = dict(initial_state(mask_model(plain), 7))
     for name, value in initial_state(plain, 7):
         assert torch.equal(value, with_thresholds[name])
     assert sum(len(value) for name, value in with_thresholds.items() if name.endswith(".tau")) == 650
@@ -182,7 +182,7 @@ def test_counts_of_the_papers_models() -> None:
         ("lenet5", 10, (1, 28, 28), 580, 430_500),
         ("resnet18-preact", 100, (3, 32, 32), 4800, 11_159_232),
     ):
-        model = masked(build_blueprint(name, num_classes=classes, input_shape=shape))
+        model = mask_model(build_blueprint(name, num_classes=classes, input_shape=shape))
         assert sum(thresholds(model).values()) == taus
         with torch.device("meta"):
             layers = [layer for unit in model.units() for _, layer in masked_layers(model.build_unit(unit))]
@@ -191,7 +191,7 @@ def test_counts_of_the_papers_models() -> None:
 
 def test_what_has_nothing_to_mask_says_so() -> None:
     with pytest.raises(ValueError, match="lstm-imdb has neither convolutions nor linear layers without bias to mask"):
-        masked(build_blueprint("lstm-imdb", num_classes=2, input_shape=(20,)))
+        mask_model(build_blueprint("lstm-imdb", num_classes=2, input_shape=(20,)))
 
 
 MODELS = {
@@ -207,7 +207,7 @@ MODELS = {
 def half_masked(name: str, batch_norm: str = "running") -> tuple[Blueprint, Blueprint, SparseModel]:
     """A model, the same with thresholds, and one whose filters are masked by a throw of a coin; its norms have been in use."""
     plain = build_blueprint(name, num_classes=10, input_shape=MODELS[name], width=0.5, batch_norm=batch_norm)
-    blueprint = masked(plain)
+    blueprint = mask_model(plain)
     with isolated_rng(1), torch.no_grad():
         model = SparseModel(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)
         for layer in model.layers():
@@ -228,7 +228,7 @@ def half_masked(name: str, batch_norm: str = "running") -> tuple[Blueprint, Blue
 @pytest.mark.parametrize("name", MODELS)
 def test_the_compact_form_makes_the_same_outputs_and_gradients(name: str, training: bool) -> None:
     plain, blueprint, model = half_masked(name)
-    small, compact = model.compacted(layout(plain, blueprint))
+    small, compact = model.compact(layout(plain, blueprint))
     with isolated_rng(2):
         z = torch.randn(4, *MODELS[name])
     outputs, states = [], []
@@ -254,7 +254,7 @@ def names_of(model: SparseModel) -> list[str]:
 
 def test_what_the_compact_form_learned_is_put_where_it_belongs() -> None:
     plain, blueprint, model = half_masked("conv4")
-    small, compact = model.compacted(layout(plain, blueprint))
+    small, compact = model.compact(layout(plain, blueprint))
     before = {unit: {k: v.clone() for k, v in module.state_dict().items()} for unit, module in model.units().items()}
     with torch.no_grad():
         for parameter in small.parameters():
@@ -273,7 +273,7 @@ def test_a_layer_that_is_pruned_altogether_keeps_a_filter_in_the_compact_form() 
     plain, blueprint, model = half_masked("convnet")
     with torch.no_grad():
         model.layers()[1].tau.fill_(1.0)
-    small, _ = model.compacted(layout(plain, blueprint))
+    small, _ = model.compact(layout(plain, blueprint))
     z = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     for each in (small, model):
         each.train(False)
@@ -286,6 +286,6 @@ def test_places_are_put_back_where_they_were_taken() -> None:
     for places in ((), (rows,), (None, inputs), (rows, inputs), (rows, None)):
         target = torch.full_like(whole, -1)
         part = take(whole, places)
-        put(target, part, places)
+        write_back(target, part, places)
         assert torch.equal(take(target, places), part)
         assert int((target >= 0).sum()) == part.numel()

@@ -11,15 +11,15 @@ from torch import nn
 
 from piecework.models.cascade import Blueprint, Cascade
 from piecework.models.channels import Axis, channel_axes
-from piecework.models.layers import named, narrowed, scaled
-from piecework.models.width import CoverageMean, Select, drawn, ordered, rolling, sub_indices, take
+from piecework.models.layers import narrow_models, scale_channels, stack_layers
+from piecework.models.width import CoverageMean, Select, draw_channels, rolling, sub_indices, take, take_first
 from piecework.models.zoo import MODELS, build_blueprint
 
 SMALL = {"vit": (1, 32, 32), "cnn4": (3, 56, 56), "cnn3": (3, 16, 16), "lstm-imdb": (12,)}
 SELECTS: dict[str, Select] = {
-    "ordered": ordered,
+    "ordered": take_first,
     "rolling": rolling(7),
-    "drawn": drawn(np.random.default_rng(3)),
+    "drawn": draw_channels(np.random.default_rng(3)),
 }
 
 
@@ -36,10 +36,10 @@ SELECTS: dict[str, Select] = {
 def test_a_sub_model_rounds_the_channels_of_the_full_model_up(
     channels: int, width: float, ratio: float, down: int, up: int
 ) -> None:
-    assert scaled(channels, width * ratio) == down
-    with narrowed(ratio):
-        assert scaled(channels, width * ratio) == up
-    assert scaled(channels, width * ratio) == down
+    assert scale_channels(channels, width * ratio) == down
+    with narrow_models(ratio):
+        assert scale_channels(channels, width * ratio) == up
+    assert scale_channels(channels, width * ratio) == down
 
 
 def blueprint(name: str, width: float, **more: Any) -> Blueprint:
@@ -181,9 +181,9 @@ def test_disjoint_covers_put_the_model_together() -> None:
 
 def test_choices_by_hand() -> None:
     """Five channels, of which three: the first; from round 4 on 3, 4, 0; and drawn ones, ascending, another time others."""
-    assert ordered(5, 3).tolist() == [0, 1, 2]
+    assert take_first(5, 3).tolist() == [0, 1, 2]
     assert [rolling(t)(5, 3).tolist() for t in (1, 2, 4, 6)] == [[0, 1, 2], [1, 2, 3], [3, 4, 0], [0, 1, 2]]
-    select = drawn(np.random.default_rng(1))
+    select = draw_channels(np.random.default_rng(1))
     choices = [select(5, 3).tolist() for _ in range(20)]
     assert all(choice == sorted(set(choice)) and len(choice) == 3 and max(choice) < 5 for choice in choices)
     assert len({tuple(choice) for choice in choices}) > 5
@@ -201,9 +201,9 @@ def test_flattened_maps_gates_and_heads() -> None:
 def test_channels_that_do_not_match_are_an_error() -> None:
     axes = {"a": (Axis(0),), "b": (Axis(0),), "c": (None,)}
     with pytest.raises(ValueError, match="array 'b' has 3 channels where others of the same have 2"):
-        sub_indices(axes, {"a": (4,), "b": (4,)}, {"a": (2,), "b": (3,)}, ordered)
+        sub_indices(axes, {"a": (4,), "b": (4,)}, {"a": (2,), "b": (3,)}, take_first)
     with pytest.raises(ValueError, match="array 'c' has 2 entries where the full model has 4"):
-        sub_indices(axes, {"c": (4,)}, {"c": (2,)}, ordered)
+        sub_indices(axes, {"c": (4,)}, {"c": (2,)}, take_first)
 
 
 class Grouped(nn.Module):
@@ -217,7 +217,9 @@ class Grouped(nn.Module):
 
 
 def test_depthwise_convolutions_keep_channels() -> None:
-    model = Blueprint("own", (1, 4, 4), 2, (), lambda: named(conv=nn.Conv2d(1, 4, 1), deep=Grouped(4)), "running")
+    model = Blueprint(
+        "own", (1, 4, 4), 2, (), lambda: stack_layers(conv=nn.Conv2d(1, 4, 1), deep=Grouped(4)), "running"
+    )
     axes = channel_axes(model)
     (channels,) = {axes["head.conv.weight"][0], axes["head.deep.deep.weight"][0], axes["head.deep.deep.bias"][0]}
     assert channels is not None and axes["head.deep.deep.weight"][1:] == (None, None, None)
@@ -229,7 +231,7 @@ def test_layers_that_mix_channels_in_other_ways_are_an_error() -> None:
         (nn.PixelShuffle(2), "pixel_shuffle"),
     ):
         model = Blueprint(
-            "own", (1, 4, 4), 2, (), lambda layer=layer: named(conv=nn.Conv2d(1, 4, 1), own=layer), "running"
+            "own", (1, 4, 4), 2, (), lambda layer=layer: stack_layers(conv=nn.Conv2d(1, 4, 1), own=layer), "running"
         )
         with pytest.raises(ValueError, match=f"cannot be followed through {why}"):
             channel_axes(model)

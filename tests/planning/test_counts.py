@@ -8,7 +8,7 @@ from helpers import TRIO, few_digits, run_local, tiny_settings
 from settings_helpers import settings_with
 
 from piecework.models.layer_statistics import layer_statistics
-from piecework.models.masked import masked
+from piecework.models.masked import mask_model
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.planning.counts import bits, dense_flops, entries, sparse_flops
@@ -60,7 +60,7 @@ def test_spafls_records_count_thresholds_and_densities(tmp_path: Path) -> None:
     last = run_local(tmp_path, **changes).rounds()[-1]
     (client,) = last["clients"]
     settings = tiny_settings(**changes | {"dataset": f"npz:{few_digits()}"})
-    model = masked(blueprint_for(settings, open_dataset(settings.dataset, "")))
+    model = mask_model(blueprint_for(settings, open_dataset(settings.dataset, "")))
     layers = [layer for unit in model.units() for layer in layer_statistics(model, unit).layers if layer.thresholds]
     densities = [layer["density"] for layer in last["filters"].values()]
     assert min(densities) < 1

@@ -23,7 +23,7 @@ from piecework.planning.coverage import (
     coverage,
     coverage_sentence,
     in_model,
-    judged,
+    judge_coverage,
     trained_rows,
 )
 from piecework.plans.plan import planner_for, trainers
@@ -129,7 +129,7 @@ def test_a_network_sub_problem_trains_its_block_the_first_atom_and_the_head() ->
     piece = policy.part(policy.item((2, 3)))
     assert piece.whole
     assert in_model(policy, piece) == ["atoms.0", "atoms.2", "atoms.3", "head"]
-    assert policy.excluded([piece]) == ["conv2", "conv5"]
+    assert policy.find_excluded([piece]) == ["conv2", "conv5"]
 
 
 def test_stages_of_fedprophet_and_profl() -> None:
@@ -176,7 +176,7 @@ def test_who_trains_the_first_channels_makes_a_narrow_network(
     found = policy.part(policy.sub_model(1)).channels
     assert found == pytest.approx(channels)
     rows = [{"part": "conv1", "devices": ["small"], "clients": 4, "fraction": 1.0, "channels": found}]
-    says = judged(policy.method(policy), rows, {0: Trainer(DeviceState("small", 1, 1.0, 1.0, 1.0), 10)}).says
+    says = judge_coverage(policy.method(policy), rows, {0: Trainer(DeviceState("small", 1, 1.0, 1.0, 1.0), 10)}).says
     narrow = "the model that is evaluated and saved has no others"
     if strategy == "prism":
         narrow = "the others are 0 in the model that is evaluated and saved, which is a narrow network"

@@ -17,7 +17,7 @@ from piecework.models.basic_layers import basic_atoms, blocks_of, cascade_at, st
 from piecework.models.cascade import Atom, Blueprint, auxiliary_head, initial_state
 from piecework.models.layer_statistics import layer_statistics, unit_signature
 from piecework.models.low_rank import low_rank
-from piecework.models.masked import masked
+from piecework.models.masked import mask_model
 from piecework.models.partition import Piece
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
 from piecework.planning.costs import cost_model_for
@@ -219,10 +219,10 @@ def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:
 )
 def test_thresholds(name, width, thresholds, weights) -> None:
     plain = blueprint_of(name, width)
-    names = dict(initial_state(masked(plain), 0))
+    names = dict(initial_state(mask_model(plain), 0))
     assert sum(value.numel() for key, value in names.items() if key.endswith(".tau")) == thresholds
     assert sum(value.numel() for key, value in names.items() if key.removesuffix("weight") + "tau" in names) == weights
-    part = whole_model(masked(plain))
+    part = whole_model(mask_model(plain))
     assert part.parameters == whole_model(plain).parameters + thresholds
     policy = policy_of("spafl", name, "traced") if width == 1 else None
     if policy:
@@ -314,7 +314,7 @@ def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
     assert assigned(0, 55e6, 1e12) == "conv1+conv2"  # the first always: by a paper's memory it is swapped
     # 12 bytes x 39,626 parameters; 4 x 64 x the inputs of conv1, bn1, conv2, bn2, of the head (16,384), and ten logits
     needed = 12 * 39_626 + 4 * 64 * (3 * 1024 + 3 * 65_536 + 16_384 + 10)
-    assert policy.needed(policy.item(policy.stages[0].parts[0].atoms)) == needed
+    assert policy.needed_bytes(policy.item(policy.stages[0].parts[0].atoms)) == needed
 
 
 def test_the_memory_of_a_module_includes_its_auxiliary_head() -> None:
@@ -427,8 +427,8 @@ def test_a_basic_layer_says_what_it_makes() -> None:
 def test_what_fedepth_leaves_out_is_said() -> None:
     policy = policy_of("fedepth", "preresnet20", "fedepth", batch_size=32)
     parts = parts_of(policy, 0, state(policy.cost_model.reference_bytes / 8), 1e9)
-    assert policy.excluded(parts) == ["block1", "block2", "block3"]
-    assert policy.excluded(parts_of(policy, 0, state(policy.cost_model.reference_bytes), 1e9)) == []
+    assert policy.find_excluded(parts) == ["block1", "block2", "block3"]
+    assert policy.find_excluded(parts_of(policy, 0, state(policy.cost_model.reference_bytes), 1e9)) == []
 
 
 def test_factories_with_lists_are_distinguished_by_their_values() -> None:
@@ -454,7 +454,7 @@ def test_an_unknown_system_raises_an_error_with_the_known_ones() -> None:
 
 
 def test_a_mask_does_not_hide_its_convolution() -> None:
-    plain, part = whole_model(blueprint_of("conv4")), whole_model(masked(blueprint_of("conv4")))
+    plain, part = whole_model(blueprint_of("conv4")), whole_model(mask_model(blueprint_of("conv4")))
     first, masked_first = (layer_statistics(p.blueprint, "atoms.0").layers[0] for p in (plain, part))
     assert (masked_first.kind, masked_first.thresholds, first.thresholds) == ("Conv2d", 64, 0)
     assert (masked_first.inputs, masked_first.outputs, masked_first.weight) == (

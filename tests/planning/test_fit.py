@@ -44,11 +44,11 @@ def test_segments_are_optimal(name: str) -> None:
     full, least = costs.bytes(part), min(map(costs.bytes, everything))
     assert least < full
     for budget in (full - 1, (full + least) // 2, (full + 3 * least) // 4, least):
-        best = min(costs.traced(each).flops for each in everything if costs.bytes(each) <= budget)
+        best = min(costs.trace(each).flops for each in everything if costs.bytes(each) <= budget)
         found = cheapest(costs, part, budget, ("recompute",))
         assert found is not None
         assert costs.bytes(found) <= budget
-        assert costs.traced(found).flops == best
+        assert costs.trace(found).flops == best
     assert costs.bytes(smallest(costs, part, ("recompute",))) == least
     assert cheapest(costs, part, least - 1, ("recompute",)) is None
 

@@ -33,7 +33,7 @@ def test_seconds_by_hand() -> None:
     policy = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
     parts = [policy.part(policy.item(atoms)) for atoms in ((0, 1, 2), (3, 4))]
     state = DeviceState("board", 10**9, 1e9, 1e6, 1e7, disk_latency=0.25)
-    flops, flops2 = (policy.cost_model.traced(part).flops for part in parts)
+    flops, flops2 = (policy.cost_model.trace(part).flops for part in parts)
     held, held2 = (part.state_bytes for part in parts)
     entering, entering2 = (part.input_bytes for part in parts)
     assert entering == 4 * 64

@@ -17,7 +17,7 @@ from piecework.models.depth_exits import Exits
 from piecework.models.mix import Mix, net_of
 from piecework.models.static_norms import with_statistics
 from piecework.models.variant import Variant, vary
-from piecework.models.width import Select, ordered, rolling, shapes, sub_indices, take
+from piecework.models.width import Select, rolling, shapes, sub_indices, take, take_first
 from piecework.models.zoo import build_blueprint
 from piecework.report.display import device_model_rows
 from piecework.server_app.served_model import Moments
@@ -72,7 +72,7 @@ def with_scaler(model: PieceModel, small: Blueprint) -> PieceModel:
     return model
 
 
-@pytest.mark.parametrize(("strategy", "select"), [("heterofl", ordered), ("fedrolex", rolling(2))])
+@pytest.mark.parametrize(("strategy", "select"), [("heterofl", take_first), ("fedrolex", rolling(2))])
 def test_each_ratio_is_a_net_with_its_scaler(tmp_path: Path, strategy: str, select: Select) -> None:
     """The first channels, or the window that FedRolex trained last, in round 2."""
     run = run_local(tmp_path, **RUN | {"strategy": strategy})
@@ -93,7 +93,7 @@ def test_clients_measure_the_norms_of_each_net(tmp_path: Path) -> None:
         found = statistics_of(reply)
         if found.get("atoms.0.bn.running_mean", np.zeros(0)).shape == (4,):
             moments.add(found, int(reply.content.metric_records["metrics"]["num-examples"]))  # type: ignore[call-overload]
-    small, arrays = narrow(model_of(run), 0.25, ordered)
+    small, arrays = narrow(model_of(run), 0.25, take_first)
     pooled = {name: array.numpy() for name, array in moments.pool().items()}
     ratios = iter(input_ratios(small, FULL))
     for name in arrays:

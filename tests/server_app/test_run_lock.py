@@ -116,7 +116,7 @@ def test_a_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     def engine(asked: Settings, run_dir: RunDir, _: object) -> None:
         begun.append(asked.resume_from)
         with LocalGrid(asked.clients, asked.to_run_config(), 1) as nodes:
-            run_experiment(nodes, asked.changed({"num-rounds": len(begun)}), run_dir)
+            run_experiment(nodes, asked.with_values({"num-rounds": len(begun)}), run_dir)
         if len(begun) == 1:
             raise EngineError("Flower ended the run (its ServerApp, process 7 since 2026, was killed)")
 

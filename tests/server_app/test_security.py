@@ -275,13 +275,13 @@ def test_a_run_reaches_the_registered_node_alone(federation: Federation, tmp_pat
     """Everybody else is still there, or was refused. And the round is the same in processes as in this one."""
     federation.executor("server-app", federation.port, *federation.secret("executor.secret"))
     federation.executor("client-app", federation.node_port, *federation.secret("nodes/node-0.secret"))
-    here = settings_from("", ASKED, nodes=1, output_dir=str(tmp_path / "here")).changed({"num-rounds": 2})
+    here = settings_from("", ASKED, nodes=1, output_dir=str(tmp_path / "here")).with_values({"num-rounds": 2})
     local = RunDir(tmp_path / "here" / "run")
-    launch(here.changed({"num-rounds": 1}), local, lambda record: None)
+    launch(here.with_values({"num-rounds": 1}), local, lambda record: None)
     run_dir = RunDir(Path(shutil.copytree(local.path, tmp_path / "there" / "run")))
-    resumed = here.changed({"resume-from": str(local.path)})
+    resumed = here.with_values({"resume-from": str(local.path)})
     launch(resumed, local, lambda record: None)
-    there = resumed.changed({"resume-from": str(run_dir.path), "engine": "deployment"})
+    there = resumed.with_values({"resume-from": str(run_dir.path), "engine": "deployment"})
     summary = launch(there, run_dir, lambda record: None, connection=federation.connection)
     assert summary["status"] == "completed"
     (record,) = run_dir.rounds()[1:]

@@ -152,7 +152,7 @@ def test_measuring_takes_what_was_predicted(tmp_path: Path, name: str) -> None:
     model = build_blueprint(name, num_classes=10, input_shape=(1, 8, 8), width=0.25, batch_norm="batch")
     served = with_statistics(model)
     client = a_client(tmp_path, settings, rows=32, blueprint=served)
-    streamed = cost_model_for(settings, model).streamed
+    streamed = cost_model_for(settings, model).trace_inference
     last = len(model.atoms) - 1
     needed = max(streamed(served, atom, "head" if atom == last else None, measured=True) for atom in range(last + 1))
     task = a_task(list(range(last + 1)), needed)

@@ -13,7 +13,7 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.planning.assignment import Context
 from piecework.planning.costs import cost_model_for
 from piecework.planning.cut import Cut
-from piecework.planning.evaluation_cost import chosen, evaluation_steps, sizes
+from piecework.planning.evaluation_cost import choose_step, evaluation_steps, sizes
 from piecework.plans.plan_evaluation import evaluation_row, evaluation_warning
 from piecework.server_app.records import RunDir
 from piecework.strategies import find_method
@@ -157,7 +157,7 @@ def test_batches_are_cut_where_results_do_not_depend_on_it(norm: str, fit: str, 
 
     def found(allowed: int, examples: int = 11) -> EvaluationStep:
         needed = {"all": 0, "one": -50}
-        (step,) = chosen(
+        (step,) = choose_step(
             policy, model, lambda _, size, held: costs[size] + needed[held], allowed, examples, ways=[*needed]
         )
         return step
@@ -174,14 +174,14 @@ def test_a_step_that_fits_is_chosen() -> None:
         "e", 1, 0, "fedavg", 1000, 1000, 0.1, "", evaluation=[EvaluationStep(900, 0, "a"), EvaluationStep(500, 4)]
     )
     assert Task.from_record(task.to_record()) == task
-    assert task.evaluated(900, "it") == EvaluationStep(900, 0, "a")
-    assert task.evaluated(899, "it") == EvaluationStep(500, 4)
+    assert task.choose_evaluation(900, "it") == EvaluationStep(900, 0, "a")
+    assert task.choose_evaluation(899, "it") == EvaluationStep(500, 4)
     with pytest.raises(MemoryBudgetExceededError, match="it needs 500 bytes of training memory, the budget allows 499"):
-        task.evaluated(499, "it")
-    assert replace(task, enforced=False).evaluated(1, "it") == EvaluationStep(900, 0, "a")
-    assert replace(task, enforced=False, evaluation=[]).evaluated(1, "it") == EvaluationStep(0)
+        task.choose_evaluation(499, "it")
+    assert replace(task, enforced=False).choose_evaluation(1, "it") == EvaluationStep(900, 0, "a")
+    assert replace(task, enforced=False, evaluation=[]).choose_evaluation(1, "it") == EvaluationStep(0)
     with pytest.raises(MemoryBudgetExceededError, match="it needs 1,000 bytes"):
-        replace(task, evaluation=[]).evaluated(10**9, "it")
+        replace(task, evaluation=[]).choose_evaluation(10**9, "it")
 
 
 @pytest.mark.parametrize("strategy", ["fedepth", "fedprophet"])

@@ -23,7 +23,7 @@ from zoo_helpers import SMALL, blueprint_of
 
 import piecework.client_app.whole
 from piecework.client_app.client import Client, Update
-from piecework.models.recompute import recomputed
+from piecework.models.recompute import recompute
 from piecework.models.zoo import MODELS, is_token_model
 from piecework.planning.step_cost import piece_cost
 from piecework.server_app.records import RunDir
@@ -221,7 +221,7 @@ def test_batches_arrive_in_their_memory_format() -> None:
 def test_a_recomputed_segment_drops_the_same_numbers() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)).to(gpu())
     z, gradients = torch.ones(8, 64, device=gpu()), []
-    for run in (layers, lambda z: recomputed(layers, z, [layers])):
+    for run in (layers, lambda z: recompute(layers, z, [layers])):
         torch.manual_seed(3)
         run(z).sum().backward()
         gradients.append(layers[0].weight.grad.clone())

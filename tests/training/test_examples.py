@@ -10,10 +10,10 @@ from helpers import digits
 from piecework.device_profiles.memory import PeakMemory
 from piecework.federated_data.datasets import ArrayDataset, DatasetError
 from piecework.models.cascade import fit_features
-from piecework.training.examples import Augmentation, batches, feature_examples, normalised, training_examples
+from piecework.training.examples import Augmentation, batches, feature_examples, normalise, training_examples
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.scoring import evaluate_examples
-from piecework.training.setup import PixelScale, open_dataset, scaled
+from piecework.training.setup import PixelScale, open_dataset, scale_pixels
 
 
 def test_batches() -> None:
@@ -84,7 +84,7 @@ def test_client_examples_are_the_normalised_rows() -> None:
     np.testing.assert_allclose(x[:, 0].numpy(), expected[..., 0], atol=1e-6)
     assert len(examples) == 3
     assert examples.targets(np.array([1])).tolist() == [data.labels[4]]
-    everything = normalised(data.inputs[:], data)
+    everything = normalise(data.inputs[:], data)
     assert everything.mean().item() == pytest.approx(0, abs=1e-4)
     assert everything.std().item() == pytest.approx(1, abs=1e-3)
 
@@ -106,7 +106,7 @@ def test_only_images_of_8_bits_have_another_scale(dtype: type[np.generic]) -> No
     with pytest.raises(
         DatasetError, match=r"data\.pixel-scale = 'raw': data set own holds (float32|uint16) of shape .* use normalised"
     ):
-        scaled(data, "raw")
+        scale_pixels(data, "raw")
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])

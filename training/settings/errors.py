@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from piecework.device_profiles.documents import shown
+from piecework.device_profiles.documents import abbreviate
 from piecework.training.capabilities import Scalar
 
 # Settings of earlier versions, with the only value that they could have now.
@@ -40,4 +40,4 @@ def describe_error(error: Mapping[str, Any]) -> str:
         return str(error["msg"]).removeprefix("Value error, ")
     key = ".".join(map(str, error["loc"]))
     message = str(error["msg"]).removeprefix("Input ")
-    return f"setting {key} = {shown(error['input'])}: {message}"
+    return f"setting {key} = {abbreviate(error['input'])}: {message}"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from piecework.device_profiles.documents import shown
+from piecework.device_profiles.documents import abbreviate
 from piecework.training.capabilities import Scalar
 from piecework.training.methods import METHODS, find_entry, table_class
 from piecework.training.settings.errors import KINDS, REMOVED, SettingsError, describe_error, describe_unknown_key
@@ -28,7 +28,7 @@ from piecework.training.settings.shared import (
     MessagesSettings,
     TrainingSettings,
 )
-from piecework.training.settings.table import AtLeastOne, Count, Seed, Table, flat, nested, setting
+from piecework.training.settings.table import AtLeastOne, Count, Seed, Table, flat, nest, setting
 
 # Settings that a resumed run may change; all others affect its numbers.
 CHANGEABLE = frozenset(
@@ -152,7 +152,7 @@ class Settings(Table):
                 "without control characters"
             )
         if (length := len(name.encode(errors="replace"))) > 255:
-            raise ValueError(f"run-name = {shown(name)} has {length} bytes; the name of a folder has at most 255")
+            raise ValueError(f"run-name = {abbreviate(name)} has {length} bytes; the name of a folder has at most 255")
         return self
 
     @model_validator(mode="after")
@@ -232,17 +232,17 @@ class Settings(Table):
             if key not in known:
                 raise SettingsError(describe_unknown_key(key, known))
             if not isinstance(value, Scalar):
-                raise SettingsError(f"setting {key} = {shown(value)}: should be {KINDS[type(known[key].default)]}")
+                raise SettingsError(f"setting {key} = {abbreviate(value)}: should be {KINDS[type(known[key].default)]}")
         # with their types, because a cache treats True, 1 and 1.0 as equal
         items = tuple((key, type(config[key]), config[key]) for key in sorted(config))
-        return _validated(cls, items)  # type: ignore[return-value]
+        return _validate(cls, items)  # type: ignore[return-value]
 
     def to_run_config(self) -> dict[str, Scalar]:
         """Return the flat form, `training.lr`, with every key."""
         own = {name: self.of(table).model_dump(by_alias=True) for name, table in method_tables(self.strategy).items()}
         return flat(self.model_dump(by_alias=True) | own)
 
-    def changed(self, values: Mapping[str, Any]) -> Self:
+    def with_values(self, values: Mapping[str, Any]) -> Self:
         """Return these settings with other values, by key, which are not validated. Raises SettingsError for an unknown key."""
         strategy = str(values.get("strategy", self.strategy))
         update, tables = dict[str, Any](), dict(self._tables)
@@ -310,14 +310,14 @@ def _fields(tables: Mapping[str, type[Table]]) -> Iterator[tuple[str, FieldInfo]
 
 
 @lru_cache(maxsize=64)
-def _validated(cls: type[Settings], items: tuple[tuple[str, type, Scalar], ...]) -> Settings:
+def _validate(cls: type[Settings], items: tuple[tuple[str, type, Scalar], ...]) -> Settings:
     values = {key: value for key, _, value in items}
     strategy = str(values.get("strategy", ""))
     for key, value in values.items():
         default = fields(strategy)[key].default
         if isinstance(value, int) and not isinstance(value, bool) and isinstance(default, float) and abs(value) < 2**63:
             values[key] = float(value)
-    given, own, errors = nested(values), dict[str, Table](), list[Mapping[str, Any]]()
+    given, own, errors = nest(values), dict[str, Table](), list[Mapping[str, Any]]()
     for name, table in method_tables(strategy).items():
         try:
             own[name] = table.model_validate(given.pop(name, {}), by_alias=True, by_name=False)

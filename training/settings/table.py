@@ -73,7 +73,7 @@ def flat(tables: Mapping[str, Any]) -> dict[str, Scalar]:
     return found
 
 
-def nested(values: Mapping[str, Scalar]) -> dict[str, Any]:
+def nest(values: Mapping[str, Scalar]) -> dict[str, Any]:
     """Return keys with dots as tables."""
     found: dict[str, Any] = {}
     for key, value in values.items():

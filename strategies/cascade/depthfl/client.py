@@ -128,13 +128,13 @@ def dynamic(make_loss: MakeLoss, alpha: float, correct: Callable[[PieceModel], l
         (piece,) = pieces
         for parameter, c in zip(piece.parameters(), correct(piece), strict=True):
             # detached, because a parameter in its own hook would be freed late
-            parameter.register_hook(partial(corrected, parameter.detach(), c, alpha))  # type: ignore[no-untyped-call]
+            parameter.register_hook(partial(add_dynamic_terms, parameter.detach(), c, alpha))  # type: ignore[no-untyped-call]
         return make_loss(pieces)
 
     return make
 
 
-def corrected(parameter: Tensor, c: Tensor, alpha: float, gradient: Tensor) -> Tensor:
+def add_dynamic_terms(parameter: Tensor, c: Tensor, alpha: float, gradient: Tensor) -> Tensor:
     """Return the gradient with FedDyn's terms added."""
     return torch.add(c, parameter, alpha=alpha).add_(gradient)
 
@@ -177,9 +177,9 @@ def deepest(task: Task, client: Client) -> WorkItem:
     """
     for depth in range(DepthFLTaskConfig.of(task).depth, 0, -1):
         item = item_of_depth(client.blueprint, task.variant, depth)
-        if fits(task.needed(item), client.allowed):
-            return task.fitted(item, client.allowed)
-    raise task.refused(item, client.allowed, "training the first block")
+        if fits(task.needed_bytes(item), client.allowed):
+            return task.fit_item(item, client.allowed)
+    raise task.refusal(item, client.allowed, "training the first block")
 
 
 def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]:

@@ -79,16 +79,16 @@ class DepthFLCut(Cut):
     def deepest(self, allowed: int) -> int:
         """Return the largest depth whose memory cost is at most `allowed` bytes, or 0 if the first block does not fit."""
         depths = range(len(self.blocks), 0, -1)
-        return next((d for d in depths if self.needed(self.depth(d)) <= allowed), 0)
+        return next((d for d in depths if self.needed_bytes(self.depth(d)) <= allowed), 0)
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the first block with its exit."""
-        return self.needed(self.depth(1))
+        return self.needed_bytes(self.depth(1))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the blocks that the smallest budget allows, at least the first."""
-        return [Stage("training", (self._fitted_part(self.depth(max(1, self.deepest(self.allowed))), self.allowed),))]
+        return [Stage("training", (self._fit_part(self.depth(max(1, self.deepest(self.allowed))), self.allowed),))]
 
 
 @dataclass

@@ -183,10 +183,10 @@ def network_piece(trained: Piece) -> type[PieceModel]:
 def train(task: Task, client: Client, *, own_heads: bool = False) -> Update:
     """Train by FeDepth, or by m-FeDepth with `own_heads`. Raises MemoryBudgetExceededError if no decomposition fits."""
     try:
-        items = items_of(client.blueprint, client.settings, task.needed, client.allowed, own_heads=own_heads)
+        items = items_of(client.blueprint, client.settings, task.needed_bytes, client.allowed, own_heads=own_heads)
     except AtomTooLargeError as error:
         raise MemoryBudgetExceededError(error.needed or 0, client.allowed, f"training atom {error.name!r}") from error
-    items = [task.fitted(item, client.allowed) for item in items]
+    items = [task.fit_item(item, client.allowed) for item in items]
     mode = items[0].mode
     if isinstance(mode, Mutual):
         update = train_mutually(client, items[0], mode.copies)

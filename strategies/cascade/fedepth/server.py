@@ -97,7 +97,7 @@ class FeDepthCut(Cut):
         return items_of(self.blueprint, self.settings, cost, allowed, own_heads=self.can.exits)
 
     def _parts(self, allowed: int) -> list[Part]:
-        return [self._fitted_part(item, allowed) for item in self.items(allowed, self.needed)]
+        return [self._fit_part(item, allowed) for item in self.items(allowed, self.needed_bytes)]
 
     def min_budget(self) -> int:
         """Return the bytes for the last atom and all indispensable ones; other atoms are excluded if they do not fit."""
@@ -109,7 +109,7 @@ class FeDepthCut(Cut):
         ):
             return last
         costs = sorted({last, *(cost for atom in atoms if (cost := self._alone(atom)) > last)})
-        kept = (exclude_input_side(atoms, lambda piece: self.needed(self.item(piece)), cost) for cost in costs)
+        kept = (exclude_input_side(atoms, lambda piece: self.needed_bytes(self.item(piece)), cost) for cost in costs)
         return next(p for p, left in zip(costs, kept, strict=True) if indispensable(self.blueprint, left) is None)
 
     @cached_property
@@ -119,7 +119,7 @@ class FeDepthCut(Cut):
 
     def _alone(self, atom: int) -> int:
         """Return the memory cost (bytes) of training an atom as a block."""
-        return self.needed(self.item((atom,)))
+        return self.needed_bytes(self.item((atom,)))
 
     def traffic(self, parts: list[Part]) -> Traffic:
         """Return the bytes sent down, those of all units including separate heads, and up, those of the trained units."""
@@ -146,7 +146,7 @@ class FeDepth(Method):
         allowed, needed, items, refusal = ctx.device.allowed_bytes, dict[WorkItem, int](), list[WorkItem](), None
 
         def look_up(item: WorkItem) -> int:
-            needed[item] = self.cut.needed(item)
+            needed[item] = self.cut.needed_bytes(item)
             return needed[item]
 
         try:

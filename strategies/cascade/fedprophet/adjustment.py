@@ -74,7 +74,7 @@ class FedProphetState(StrategyState):
         return self.alpha * (self.distance or 0.0)
 
 
-def adjusted_alpha(alpha: float, recent: list[list[float]], fixed: FixedModule, settings: Settings) -> float:
+def adjust_alpha(alpha: float, recent: list[list[float]], fixed: FixedModule, settings: Settings) -> float:
     """Return the next alpha (Eq. 12), with C and A summed over the `recent` rounds, and without divisions, as A may be 0."""
     own = settings.of(FedProphetSettings)
     least = own.apa_start if own.apa_bound == "start" else 0.0

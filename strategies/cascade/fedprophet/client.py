@@ -62,7 +62,7 @@ class FedProphetTaskConfig(TaskConfig):
         """Return the atoms of each module before the trained one."""
         return [tuple(module) for module in self.modules[: self.stage]]
 
-    def fixed(self) -> list[Piece]:
+    def fixed_modules(self) -> list[Piece]:
         """Return the atoms of each module that no client trains any more, including the stage's own if `last` is before it."""
         return [
             tuple(module) for module in self.modules[: max(self.stage, self.stage + 1 if self.last < self.stage else 0)]
@@ -100,7 +100,7 @@ def module_loss(mu: float) -> MakeLoss:
 def train(task: Task, client: Client) -> Update:
     """Train the assigned modules jointly. Raises MemoryBudgetExceededError if even the stage's module does not fit."""
     task_config = FedProphetTaskConfig.of(task)
-    item = task.fitted(module_item(client.blueprint, assigned(task_config, task, client)), client.allowed)
+    item = task.fit_item(module_item(client.blueprint, choose_atoms(task_config, task, client)), client.allowed)
     examples = stage_examples(client, task, task_config)
     attack = stage_attack(client, task_config) if task.adversarial else None
     training_config = replace(client.config_of(item), attack=attack)
@@ -117,18 +117,18 @@ def train(task: Task, client: Client) -> Update:
     return Update([*piece.units()], metrics, [item], [trainer.seen])
 
 
-def assigned(task_config: FedProphetTaskConfig, task: Task, client: Client) -> Piece:
+def choose_atoms(task_config: FedProphetTaskConfig, task: Task, client: Client) -> Piece:
     """Return the atoms to train: as many of the assigned modules as fit this client, and at least the stage's module.
 
     Raises MemoryBudgetExceededError if the stage's module does not fit.
     """
     for last in range(task_config.last, task_config.stage, -1):
-        if fits(task.needed(module_item(client.blueprint, task_config.atoms(last))), client.allowed):
+        if fits(task.needed_bytes(module_item(client.blueprint, task_config.atoms(last))), client.allowed):
             return task_config.atoms(last)
     atoms = task_config.atoms(task_config.stage)
     item = module_item(client.blueprint, atoms)
-    if not task_config.swaps and not fits(task.needed(item), client.allowed):
-        raise task.refused(item, client.allowed, f"training module {task_config.stage + 1}")
+    if not task_config.swaps and not fits(task.needed_bytes(item), client.allowed):
+        raise task.refusal(item, client.allowed, f"training module {task_config.stage + 1}")
     return atoms
 
 
@@ -140,7 +140,7 @@ def stage_examples(client: Client, task: Task, task_config: FedProphetTaskConfig
     if not task_config.stage:
         return client.local_data(0)
     before = task_config.before()
-    trained = [task.fitted(module_item(client.blueprint, module), client.allowed).micro_batch for module in before]
+    trained = [task.fit_item(module_item(client.blueprint, module), client.allowed).micro_batch for module in before]
     sizes = [at_once or micro_batch for micro_batch in trained]
     return prefix_features(client, before, sizes)
 
@@ -172,7 +172,7 @@ def evaluate(task: Task, client: Client) -> Metrics:
     if not len(client.validation):
         return {}
     task_config = FedProphetTaskConfig.of(task)
-    step = task.evaluated(client.allowed, "validating the modules")
+    step = task.choose_evaluation(client.allowed, "validating the modules")
     pieces, held = pieces_held([*task_config.before(), task_config.atoms(task_config.stage)], step.held)
     cascade = cascade_of(client, pieces, head_behind(client.blueprint, pieces[-1][-1]), held=held)
     attack = image_attack(client.settings, client.data, client.settings.evaluation.attack_steps)
@@ -196,9 +196,9 @@ def query(task: Task, client: Client) -> Metrics:
     Raises MemoryBudgetExceededError if no step that the task lists fits.
     """
     task_config, settings = FedProphetTaskConfig.of(task), client.settings
-    step = task.evaluated(client.allowed, "measuring how far attacks move features")
+    step = task.choose_evaluation(client.allowed, "measuring how far attacks move features")
     examples, attack = stage_examples(client, task, task_config, step.examples), stage_attack(client, task_config)
-    item = task.fitted(module_item(client.blueprint, task_config.atoms(task_config.stage)), client.allowed)
+    item = task.fit_item(module_item(client.blueprint, task_config.atoms(task_config.stage)), client.allowed)
     piece: PieceModel | None = None
     total, seen, minimum, rng = 0.0, 0, math.inf, client.rng("perturbation")
     alone = settings.batch_statistics  # a batch of one example has no batch statistics
@@ -207,7 +207,7 @@ def query(task: Task, client: Client) -> Metrics:
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         for positions in parts_of(batch, step.examples):
             with client.cap.first("perturbation", len(positions)):
-                piece = piece or unmoved(client.blueprint, item, client.load())
+                piece = piece or load_fixed(client.blueprint, item, client.load())
                 forward = in_precision(piece.features, client.training_config)
                 norms, low = largest_perturbation(forward, examples.read(positions), attack, generator)
             total, minimum = total + float(norms.sum()), min(minimum, float(low))
@@ -227,7 +227,7 @@ def query_batch(settings: Settings, item: WorkItem) -> int:
     return max(1 + settings.batch_statistics, (item.micro_batch or settings.training.batch_size) // 2)
 
 
-def unmoved(blueprint: Blueprint, item: WorkItem, load: Load) -> PieceModel:
+def load_fixed(blueprint: Blueprint, item: WorkItem, load: Load) -> PieceModel:
     """Return a work item's atoms in evaluation mode, without gradients of weights."""
     piece = PieceModel(blueprint, item.atoms, None, load)
     piece.train(False)

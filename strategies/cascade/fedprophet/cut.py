@@ -44,7 +44,7 @@ class FedProphetCut(Cut):
             )
         if self.own.stage_rounds:
             self.require_adversarial_rounds(self.own.stage_rounds)
-        self.reserved()
+        self.reserve()
 
     def require_adversarial_rounds(self, stage_rounds: int) -> None:
         """Raise ValueError if `attack.warmup` takes all rounds of a stage."""
@@ -54,7 +54,7 @@ class FedProphetCut(Cut):
                 "(fedprophet.stage-rounds): lower it, or raise fedprophet.stage-rounds"
             )
 
-    def reserved(self) -> Self:
+    def reserve(self) -> Self:
         """Return the cut for `fedprophet.r-min`, if set. Raises ValueError if it is malformed or too small for an atom."""
         r_min, cut = self.own.r_min, self
         if not r_min:
@@ -93,14 +93,14 @@ class FedProphetCut(Cut):
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the largest atom."""
-        return max(self.needed(self.item((atom,))) for atom in range(len(self.blueprint.atoms)))
+        return max(self.needed_bytes(self.item((atom,))) for atom in range(len(self.blueprint.atoms)))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """A stage for each module w_1, w_2, ... Raises AtomTooLargeError if an atom alone does not fit R_min."""
         modules = greedy_partition(
             range(len(self.blueprint.atoms)),
-            lambda atoms: self.needed(self.item(atoms)),
+            lambda atoms: self.needed_bytes(self.item(atoms)),
             self.allowed,
             atom_names(self.blueprint),
         )
@@ -108,14 +108,14 @@ class FedProphetCut(Cut):
         return [
             Stage(
                 f"module {m + 1}",
-                (self._fitted_part(self.item(module), self.allowed),),
+                (self._fit_part(self.item(module), self.allowed),),
                 key=m,
                 place=1 if self.own.lr_restart else 1 + m * rounds,
             )
             for m, module in enumerate(modules)
         ]
 
-    def assigned(self, stage: int, state: DeviceState, slowest: float) -> Piece:
+    def choose_atoms(self, stage: int, state: DeviceState, slowest: float) -> Piece:
         """Return the atoms of w_m .. w_M: always those of w_m, and those of later modules that Eqs. 14 and 15 allow."""
         assigned = self.stages[stage].parts[0].atoms
         flops = (
@@ -126,7 +126,7 @@ class FedProphetCut(Cut):
         for later in self.stages[stage + 1 :] if self.own.dma else []:
             longer = (*assigned, *later.parts[0].atoms)
             item = self.item(longer)
-            if self.part(item).forward_flops > flops or self.needed(item) > state.allowed_bytes:
+            if self.part(item).forward_flops > flops or self.needed_bytes(item) > state.allowed_bytes:
                 break
             assigned = longer
         return assigned

@@ -19,7 +19,7 @@ from piecework.models.layer_statistics import unit_signature
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import forward_only, on_images, once
-from piecework.planning.evaluation_cost import chosen
+from piecework.planning.evaluation_cost import choose_step
 from piecework.planning.now import tracing
 from piecework.planning.step_cost import fake_load, read_batch
 from piecework.strategies.cascade.fedprophet.client import (
@@ -30,9 +30,9 @@ from piecework.strategies.cascade.fedprophet.client import (
     FedProphetTaskConfig,
     head_behind,
     largest_perturbation,
+    load_fixed,
     pieces_held,
     query_batch,
-    unmoved,
 )
 from piecework.training.attacks import Attack
 from piecework.training.evaluation_step import EvaluationStep
@@ -83,7 +83,7 @@ def query_cost(
     tracing(blueprint.name)
 
     def work() -> None:
-        piece = unmoved(blueprint, item, fake_load(blueprint))
+        piece = load_fixed(blueprint, item, fake_load(blueprint))
         z = read_batch(blueprint, item.atoms[0], training_config.batch_size, rounded=rounded)
         forward = in_precision(piece.features, training_config)
         largest_perturbation(forward, z, replace(attack, steps=1), torch.Generator())
@@ -99,14 +99,14 @@ def validation_steps(
     units = tuple(tuple(unit_signature(blueprint, f"atoms.{atom}") for atom in module) for module in modules)
     head, attack = unit_signature(blueprint, head_behind(blueprint, modules[-1][-1])), on_images(blueprint, 1)
 
-    def needed(_: int, size: int, held: str) -> int:
+    def count_bytes(_: int, size: int, held: str) -> int:
         config, (pieces, all_held) = forward_only(cut.cost_model.training_config, size), pieces_held(modules, held)
         return once(
             ("validation", config, units, head, held),
             lambda: recall(validation_cost, blueprint, pieces, config, attack, held=all_held),
         )
 
-    return chosen(cut, blueprint, needed, allowed, examples, ways=(WHOLE, MODULES, MODULE, ATOM))
+    return choose_step(cut, blueprint, count_bytes, allowed, examples, ways=(WHOLE, MODULES, MODULE, ATOM))
 
 
 def query_steps(
@@ -118,24 +118,24 @@ def query_steps(
     """
     blueprint, costs = cut.model, cut.cost_model
 
-    def fitted(atoms: Piece) -> WorkItem:
+    def fit_item(atoms: Piece) -> WorkItem:
         plain = cut.item(atoms)
         return next((each for each, cost in listed.items() if each.plain == plain and cost <= allowed), plain)
 
-    item = fitted(config.atoms(config.stage))
+    item = fit_item(config.atoms(config.stage))
     units = tuple(unit_signature(blueprint, f"atoms.{atom}") for atom in item.atoms)
     attack = Attack(costs.feature_norm, 1.0, 0.1, 1, 0.0) if config.stage else on_images(blueprint, 1)
 
-    def needed(at_once: int, size: int, _: str) -> int:
+    def count_bytes(at_once: int, size: int, _: str) -> int:
         step = forward_only(costs.training_config, size)
         own = once(
             ("query", step, units, item.recompute, attack, costs.rounded),
             lambda: recall(query_cost, blueprint, item, step, attack, rounded=costs.rounded),
         )
         streams = [
-            costs.streamed(blueprint, module, evaluated=True, size=at_once or fitted(module).micro_batch)
+            costs.trace_inference(blueprint, module, evaluated=True, size=at_once or fit_item(module).micro_batch)
             for module in config.before()
         ]
         return max([own, *streams])
 
-    return chosen(cut, blueprint, needed, allowed, examples, batch=query_batch(cut.settings, item))
+    return choose_step(cut, blueprint, count_bytes, allowed, examples, batch=query_batch(cut.settings, item))

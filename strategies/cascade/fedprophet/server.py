@@ -5,11 +5,11 @@ Memory-Efficient Federated Adversarial Training via Robust and Consistent Cascad
 https://arxiv.org/abs/2409.08372
 
     Algorithm 1, partition by R_min                 fedprophet/cut.py: FedProphetCut.stages
-    Algorithm 2, the server adjusts epsilon         fedprophet/adjustment.py: adjusted_alpha, FedProphetState.epsilon
+    Algorithm 2, the server adjusts epsilon         fedprophet/adjustment.py: adjust_alpha, FedProphetState.epsilon
         (Eqs. 11, 12)
-    the server assigns M_k (Eqs. 14, 15)            fedprophet/cut.py: FedProphetCut.assigned
+    the server assigns M_k (Eqs. 14, 15)            fedprophet/cut.py: FedProphetCut.choose_atoms
     clients train {m .. M_k} (Eqs. 9, 13)           strategies/cascade/fedprophet/client.py: train, module_loss
-    the server aggregates modules (Eqs. 16, 17)     fedprophet/server.py: FedProphet.sent; method.py: Method.combine
+    the server aggregates modules (Eqs. 16, 17)     fedprophet/server.py: FedProphet.select_sent; method.py: Method.combine
     until w_m converges                             fedprophet/server.py: FedProphet.conclude
     collect max ||Delta z_m||                       fedprophet/server.py: FedProphet.assign_query, FedProphet.conclude_query
 
@@ -51,7 +51,7 @@ from piecework.strategies.cascade.fedprophet.adjustment import (
     BestRound,
     FedProphetState,
     FixedModule,
-    adjusted_alpha,
+    adjust_alpha,
     measurement,
 )
 from piecework.strategies.cascade.fedprophet.client import FedProphetTaskConfig, head_behind
@@ -102,7 +102,7 @@ class FedProphet(QueryingMethod):
             )
         fleet.require_emulated()
         if not state.r_min:
-            state.r_min = self.cut.reserved().smallest or max(int(min(fleet.budgets())), self.cut.min_budget())
+            state.r_min = self.cut.reserve().smallest or max(int(min(fleet.budgets())), self.cut.min_budget())
         self.cut = self.cut.with_smallest(state.r_min)
         self._check_modules(fleet)
         if not state.stage_rounds:
@@ -112,7 +112,7 @@ class FedProphet(QueryingMethod):
     def _check_modules(self, fleet: ClientResources) -> None:
         if self.cut.swaps:
             return
-        largest = max(self.cut.needed(self.cut.item(stage.parts[0].atoms)) for stage in self.cut.stages)
+        largest = max(self.cut.needed_bytes(self.cut.item(stage.parts[0].atoms)) for stage in self.cut.stages)
         richest = fleet.richest
         if largest > richest.allowed_bytes:
             raise ValueError(
@@ -138,14 +138,14 @@ class FedProphet(QueryingMethod):
 
     def assign(self, ctx: Context) -> Assignment:
         """Return a client's modules, with the cost of every smaller number of them to which it may fall back."""
-        assigned = self.cut.assigned(ctx.stage, ctx.device, ctx.slowest)
+        assigned = self.cut.choose_atoms(ctx.stage, ctx.device, ctx.slowest)
         last = next(n for n in range(ctx.stage, len(self.modules)) if self.modules[n][-1] == assigned[-1])
         config = self.task_config(ctx.stage, last)
         pieces = [config.atoms(n) for n in range(ctx.stage, last + 1)]
-        ordered = self._ordered(config, pieces)
-        return replace(ordered, lr=self.rate(ctx.round), least=lambda: self.cut.needed(self.cut.item(pieces[0])))
+        ordered = self._assign_pieces(config, pieces)
+        return replace(ordered, lr=self.rate(ctx.round), least=lambda: self.cut.needed_bytes(self.cut.item(pieces[0])))
 
-    def _ordered(self, config: FedProphetTaskConfig, pieces: list[Piece]) -> Assignment:
+    def _assign_pieces(self, config: FedProphetTaskConfig, pieces: list[Piece]) -> Assignment:
         """Return the assignment of these pieces, the last of which the client is to train if it can."""
         state, items = self.state, tuple(self.cut.item(piece) for piece in pieces[-1:])
         if self.settings.memory.ways:  # the steps of all modules that the client runs
@@ -153,15 +153,15 @@ class FedProphet(QueryingMethod):
         return Assignment(
             items,
             self.cut.needs(*map(self.cut.item, pieces)),
-            sends=self.sent(config),
-            frozen=tuple(f"atoms.{atom}" for module in config.fixed() for atom in module),
+            sends=self.select_sent(config),
+            frozen=tuple(f"atoms.{atom}" for module in config.fixed_modules() for atom in module),
             adversarial=state.stage_round >= self.settings.attack.warmup,  # every stage has its own warmup
             config=config,
             discarded_rounds=state.void,
             kept_round=state.best.round if state.best else 0,
         )
 
-    def sent(self, config: FedProphetTaskConfig) -> OfUnits:
+    def select_sent(self, config: FedProphetTaskConfig) -> OfUnits:
         """Return the assigned modules and the head of each, because a client may have memory for fewer of them."""
         numbers = range(config.stage, config.last + 1)
         heads = {head_behind(self.cut.model, self.modules[n][-1]) for n in numbers}
@@ -194,7 +194,7 @@ class FedProphet(QueryingMethod):
         assert fixed is not None
         before = self.task_config(state.stage - 1, state.stage - 2)
         before = replace(before, epsilon=fixed.epsilon, nonnegative=fixed.nonnegative)
-        asked, allowed = replace(self._ordered(before, []), lr=assignment.lr), ctx.device.allowed_bytes
+        asked, allowed = replace(self._assign_pieces(before, []), lr=assignment.lr), ctx.device.allowed_bytes
         listed = self.cut.costs(asked.needed, allowed)
         return replace(asked, steps=query_steps(self.cut, listed, before, allowed, examples))
 
@@ -225,7 +225,7 @@ class FedProphet(QueryingMethod):
         stage = self.state.stage
         config, modules = self.task_config(stage, stage), self.modules[: stage + 1]
         steps = validation_steps(self.cut, modules, ctx.device.allowed_bytes, examples)
-        return replace(assignment, config=config, sends=self.sent(config), steps=steps)
+        return replace(assignment, config=config, sends=self.select_sent(config), steps=steps)
 
     def conclude(self, current: Round, arrays: ArrayRecord) -> ArrayRecord:
         """Score the round, adjust alpha, and end the stage if it is due. Returns the model for the next round."""
@@ -257,7 +257,7 @@ class FedProphet(QueryingMethod):
             state.since_best = 0
             self.kept = self._in_training(arrays)
         if state.stage and fixed and self.own.apa and state.stage_round % self.own.apa_every == 0:
-            before, state.alpha = state.alpha, adjusted_alpha(state.alpha, state.recent, fixed, settings)
+            before, state.alpha = state.alpha, adjust_alpha(state.alpha, state.recent, fixed, settings)
             if before and not state.alpha:
                 LOG.warning("alpha is 0 after round %s: %s trains on clean features", server_round, self.stage)
 

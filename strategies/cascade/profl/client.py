@@ -71,7 +71,7 @@ def train(task: Task, client: Client) -> Update:
     if task_config.doing == "statistics":
         return measure(task, client, frozen_atoms(task))
     atoms = step_atoms(client.blueprint, blocks, task_config.step)
-    whole = fits(task.needed(item_of(task, atoms)), client.allowed)
+    whole = fits(task.needed_bytes(item_of(task, atoms)), client.allowed)
     if task_config.doing == "map":
         student = item_of(task, student_atoms(client.blueprint, task_config.step))
         require(task, client, student, f"mapping block {task_config.step} into its basic layer")
@@ -139,7 +139,7 @@ def learn(
     make_loss: MakeLoss = single_loss,
 ) -> Update:
     """Train these atoms and theta_L for the local epochs. The update has the units `trained`, or all if that is empty."""
-    item = task.fitted(item_of(task, atoms), client.allowed)
+    item = task.fit_item(item_of(task, atoms), client.allowed)
     trainer = LocalTrainer(
         lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], client.config_of(item), make_loss
     )
@@ -161,8 +161,8 @@ def item_of(task: Task, atoms: Piece) -> WorkItem:
 
 def require(task: Task, client: Client, item: WorkItem, doing: str) -> None:
     """Raise MemoryBudgetExceededError if a work item does not fit; `doing` names it in the message."""
-    if not fits(task.needed(item), client.allowed):
-        raise task.refused(item, client.allowed, doing)
+    if not fits(task.needed_bytes(item), client.allowed):
+        raise task.refusal(item, client.allowed, doing)
 
 
 def evaluated_atoms(blueprint: Blueprint, task: Task) -> Piece:

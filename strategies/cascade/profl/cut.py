@@ -59,7 +59,7 @@ class ProFLCut(Cut):
         """
         cut = self.with_smallest(minimum)
         if self.own.blocks == "budget":
-            return cut.divided(self.by_budget(minimum))
+            return cut.divide(self.by_budget(minimum))
         allowed = allowance(maximum, self.settings.memory.excess)
         step, needed = self.largest()
         if needed > allowed:
@@ -67,7 +67,7 @@ class ProFLCut(Cut):
                 "step %s needs %s bytes, more than any client has (%s): every atom is a block (layer-wise training)",
                 *(step, f"{needed:,}", f"{allowed:,}"),
             )
-            cut = cut.divided(self.by_layer())
+            cut = cut.divide(self.by_layer())
             step, needed = cut.largest()
         if needed > allowed:
             raise ValueError(
@@ -80,7 +80,7 @@ class ProFLCut(Cut):
         """Return the number of parameters of block t."""
         return self.part(self.item(self.blocks[t - 1])).parameters
 
-    def divided(self, blocks: Sequence[Piece]) -> Self:
+    def divide(self, blocks: Sequence[Piece]) -> Self:
         """Return the cut with these blocks."""
         return self.having(cut_blocks=tuple(blocks))
 
@@ -107,7 +107,7 @@ class ProFLCut(Cut):
     def _with_block(self, start: int, end: int, later: list[Piece]) -> int:
         """Return the bytes of the step of the atoms `start` to `end` - 1, with the blocks `later` after them."""
         before = [tuple(range(start))] if start else []
-        cut, t = self.divided([*before, tuple(range(start, end)), *later]), len(before) + 1
+        cut, t = self.divide([*before, tuple(range(start, end)), *later]), len(before) + 1
         return cut.needed_in_step(t)[cut.item(cut.step(t))]
 
     def by_layer(self) -> list[Piece]:
@@ -136,7 +136,7 @@ class ProFLCut(Cut):
         """The bytes of the cheapest step. A device with less can train no block."""
         return min(self.needed_for_step(t) for t in range(1, len(self.blocks) + 1))
 
-    def unasked(self, t: int) -> range:
+    def range_unasked(self, t: int) -> range:
         """Return the numbers of bytes with which a device gets no task in step t: enough for another block, but not for this.
 
         With `profl.cohort` = all there are none.
@@ -152,18 +152,24 @@ class ProFLCut(Cut):
     def needed_to_map(self, t: int) -> dict[WorkItem, int]:
         """Return the bytes of the map of block t. The teacher runs one atom at a time, the last atom with theta_L."""
         student, teacher = self.student(t), cascade_at(self.model, self.blocks, t)
-        needed = max(self.with_streams(student, teacher), self.cost_model.streamed(self.model, teacher[-1], "head"))
+        needed = max(
+            self.with_streams(student, teacher), self.cost_model.trace_inference(self.model, teacher[-1], "head")
+        )
         return {self.item(student): needed}
 
     def needed_to_measure(self, t: int) -> dict[WorkItem, int]:
         """Return the bytes of measuring the statistics of the blocks before t, one atom at a time."""
         before = tuple(atom for block in self.blocks[: t - 1] for atom in block)
         item = replace(self.item(before), measured=True)
-        return {item: max(self.cost_model.streamed(self.model, atom, measured=True) for atom in before)}
+        return {item: max(self.cost_model.trace_inference(self.model, atom, measured=True) for atom in before)}
 
     def with_streams(self, atoms: Piece, before: Iterable[int]) -> int:
         """Return the bytes of training `atoms`, after each of the atoms `before` was in memory alone and ran forward."""
-        return max(self.needed(self.item(atoms)), *(self.cost_model.streamed(self.model, atom) for atom in before), 0)
+        return max(
+            self.needed_bytes(self.item(atoms)),
+            *(self.cost_model.trace_inference(self.model, atom) for atom in before),
+            0,
+        )
 
     def student(self, t: int) -> Piece:
         """Return the basic layers of block t (from 2) and of all later blocks."""
@@ -199,7 +205,7 @@ class ProFLCut(Cut):
         maps = self.own.distil_rounds * before
         rounds = self.own.stage_rounds or (settings.num_rounds - maps) // (before + count)
         for t in range(1, count + 1):
-            part = self._fitted_part(self.item(self.step(t)), self.allowed)
+            part = self._fit_part(self.item(self.step(t)), self.allowed)
             place = 1 + maps + (before + t - 1) * rounds
             found.append(Stage(f"step {t}", (part,), Phase("growing", t), place))
         return found

@@ -60,7 +60,7 @@ def times_below(movements: Sequence[float], policy: Freezing) -> int:
     return sum(takewhile(bool, reversed(below))) if policy.in_row else sum(below)
 
 
-def converged(movements: Sequence[float], policy: Freezing) -> bool:
+def has_converged(movements: Sequence[float], policy: Freezing) -> bool:
     """Return whether a block with these movements, beginning with that of round H, is to be frozen."""
     return times_below(movements, policy) >= policy.times
 

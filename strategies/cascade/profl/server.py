@@ -5,10 +5,10 @@ Yebo Wu, Li Li, Cheng-zhong Xu, "Breaking the Memory Wall for Heterogeneous Fede
 
     section 2.1, blocks and output modules          profl/cut.py: ProFLCut.step, ProFLCut.fit
     section 2.2, growing                            profl/phases.py: phases_of; profl/server.py: ProFL.conclude
-    section 2.2, step 2, select clients by memory   profl/server.py: ProFL.assign; profl/cut.py: ProFLCut.unasked
+    section 2.2, step 2, select clients by memory   profl/server.py: ProFL.assign; profl/cut.py: ProFLCut.range_unasked
     section 2.3, shrinking and Map                  profl/phases.py: phases_of; strategies/cascade/profl/client.py: integrate
     Eq. 1, aggregate theta_t and theta_op           profl/server.py: ProFL.combine
-    section 2.4, effective movement and freezing    profl/freezing.py: effective_movement, slope, converged
+    section 2.4, effective movement and freezing    profl/freezing.py: effective_movement, slope, has_converged
     section 3.1, train the output layer alone       strategies/cascade/profl/client.py: train
 
 theta_t is block t of T. theta_op is the output module of step t: the basic layers theta_{t+1,b} .. theta_{T,b}, which replace
@@ -50,7 +50,7 @@ from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.federation.aggregation import CheckedUpdate
 from piecework.models.basic_layers import basic_atoms, cascade_at
 from piecework.models.cascade import has_statistics, parameter_names, unit_of
-from piecework.models.init_weights import pretrained
+from piecework.models.init_weights import read_pretrained
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context, OfUnits
@@ -59,8 +59,8 @@ from piecework.strategies.cascade.profl.client import OUTPUT_LAYER, ProFLTaskCon
 from piecework.strategies.cascade.profl.cut import ProFLCut
 from piecework.strategies.cascade.profl.freezing import (
     Freezing,
-    converged,
     effective_movement,
+    has_converged,
     slopes,
     threshold,
     times_below,
@@ -128,7 +128,7 @@ class ProFL(StagedMethod):
             budgets = fleet.budgets()
             fitted = self.cut.fit(int(min(budgets)), int(max(budgets)))
             state.blocks = [list(block) for block in fitted.blocks]
-        self.cut = self.cut.divided([tuple(block) for block in state.blocks])
+        self.cut = self.cut.divide([tuple(block) for block in state.blocks])
         self.phases, self._costs = self._phases(), {}
         if not state.maximum:
             state.maximum = allot_rounds(self.phases, self.own, self.settings.num_rounds, self.cut.parameters_of)
@@ -140,7 +140,7 @@ class ProFL(StagedMethod):
 
     def _brought(self) -> set[str]:
         """Return the units whose batch-norm statistics come from `training.init-weights`."""
-        taken, _ = pretrained(Path(self.settings.training.init_weights), self.cut.model)
+        taken, _ = read_pretrained(Path(self.settings.training.init_weights), self.cut.model)
         return {unit_of(name) for name in taken if name.endswith("running_mean")}
 
     def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
@@ -177,14 +177,14 @@ class ProFL(StagedMethod):
         item = next(iter(needed))
         if phase.is_step and needed[item] > allowed:
             step, item = item, self.cut.item(OUTPUT_LAYER)
-            if allowed in self.cut.unasked(phase.t) or needed[item] > allowed:
+            if allowed in self.cut.range_unasked(phase.t) or needed[item] > allowed:
                 doing = f"training {label(self.cut.part(step))}"
                 refusal = MemoryBudgetExceededError(needed[step], ctx.device.budget_bytes, doing)
         before = [f"atoms.{atom}" for block in self.cut.blocks[: phase.t - 1] for atom in block]
         return Assignment(
             (item,),
             needed,
-            sends=self.sent(phase),
+            sends=self.select_sent(phase),
             frozen=tuple(before) if phase.kind != "statistics" else (),  # they have no statistics before
             config=ProFLTaskConfig(phase.t, phase.kind),
             least=(lambda: needed[item]) if self.asks == "able" and phase.is_step and item.atoms else None,
@@ -192,7 +192,7 @@ class ProFL(StagedMethod):
             refusal=refusal,
         )
 
-    def sent(self, phase: Phase) -> OfUnits:
+    def select_sent(self, phase: Phase) -> OfUnits:
         """Return the block of the step and its output module, in a map also the basic layer that is to replace the block.
 
         For statistics, these are the blocks before that of the step.
@@ -233,21 +233,21 @@ class ProFL(StagedMethod):
 
     @property
     def _converged(self) -> bool:
-        return self.own.freezing == "movement" and converged(self.state.movements, self.freezing)
+        return self.own.freezing == "movement" and has_converged(self.state.movements, self.freezing)
 
     def _rounds_done(self, current: Round) -> int:
         """Return the rounds of the phase with this one, which counts for statistics only if there is a new model."""
         # all later phases need the statistics
         return self.state.phase_round + (current.trained or self.phase.kind != "statistics")
 
-    def _ended(self, rounds: int) -> bool:
+    def _is_over(self, rounds: int) -> bool:
         return self._converged or rounds >= self.state.maximum[min(self.state.phase, len(self.phases) - 1)]
 
     def conclude(self, current: Round, arrays: ArrayRecord) -> ArrayRecord:
         """End the phase if its block converged or its rounds are over. Returns the model for the next round."""
         state = self.state
         state.phase_round = self._rounds_done(current)
-        if not self._ended(state.phase_round):
+        if not self._is_over(state.phase_round):
             return arrays
         state.frozen = [*state.frozen, {"phase": self.stage, "round": current.number, "converged": self._converged}]
         return self._next_phase(arrays)
@@ -285,17 +285,17 @@ class ProFL(StagedMethod):
         self.state = replace(state, phase=state.phase + 1, phase_round=0, movements=[], norms={})
         if self.finished or self.phase.kind != "growing":
             return arrays
-        noted = self._noted(f"step{self.phase.t}/")
+        noted = self._list_noted(f"step{self.phase.t}/")
         for name in noted:
             self.kept[BEFORE + name] = arrays[name]
         return ArrayRecord({name: noted.get(name, array) for name, array in arrays.items()})
 
-    def _noted(self, prefix: str) -> dict[str, Array]:
+    def _list_noted(self, prefix: str) -> dict[str, Array]:
         return {name.removeprefix(prefix): array for name, array in self.kept.items() if name.startswith(prefix)}
 
     def final(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model; if the present phase has not begun, its output module is that with which the previous one ended."""
-        before = self._noted(BEFORE)
+        before = self._list_noted(BEFORE)
         return ArrayRecord({name: before.get(name, array) for name, array in arrays.items()})
 
     def _output_module(self, t: int, arrays: ArrayRecord) -> dict[str, Array]:
@@ -335,7 +335,7 @@ class ProFL(StagedMethod):
             "times_below": times_below(movements, self.freezing),
             "block": self.phase.t,
             "blocks": len(self.cut.blocks),
-            "ended": ("frozen" if self._converged else "rounds") if self._ended(self._rounds_done(current)) else "",
+            "ended": ("frozen" if self._converged else "rounds") if self._is_over(self._rounds_done(current)) else "",
             "frozen": self.state.frozen,
         }
 

@@ -35,8 +35,8 @@ from piecework.federation.aggregation import (
     UpdateRejectedError,
     WeightedMean,
     first_limit,
+    replace_arrays,
     require_all,
-    updated,
 )
 from piecework.models.cascade import Blueprint, initial_state, num_logits
 from piecework.models.variant import Variant, vary
@@ -48,8 +48,8 @@ from piecework.strategies.distillation.feddf.client import FedDFTaskConfig
 from piecework.strategies.distillation.feddf.server_training import (
     AdamPiece,
     Ensemble,
-    averaged,
-    distilled,
+    average_logits,
+    distil,
     likeness_loss,
     logits_of,
 )
@@ -120,19 +120,19 @@ class FamilyCut(Cut):
     def level(self, allowed: int) -> int:
         """Return the level of the model with the most parameters that fits `allowed` bytes, or of the cheapest if none fits."""
         levels = range(len(self.names))
-        fitting = [level for level in levels if self.needed(self.member(level)) <= allowed]
+        fitting = [level for level in levels if self.needed_bytes(self.member(level)) <= allowed]
         if not fitting:
-            return min(levels, key=lambda level: self.needed(self.member(level)))
+            return min(levels, key=lambda level: self.needed_bytes(self.member(level)))
         return max(fitting, key=lambda level: self.part(self.member(level)).parameters)
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the cheapest model."""
-        return min(self.needed(self.member(level)) for level in range(len(self.names)))
+        return min(self.needed_bytes(self.member(level)) for level in range(len(self.names)))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the model of a device with the smallest budget."""
-        return [Stage("training", (self._fitted_part(self.member(self.level(self.allowed)), self.allowed),))]
+        return [Stage("training", (self._fit_part(self.member(self.level(self.allowed)), self.allowed),))]
 
 
 class Distillation:
@@ -232,18 +232,18 @@ class FedDF(Method):
         """Return the weight of an update in its architecture's mean: its examples."""
         return update.examples
 
-    def merged(self, level: int, current: Round) -> ArrayRecord:
+    def merge(self, level: int, current: Round) -> ArrayRecord:
         """Return the mean of an architecture's clients, or its prototype if it had none in this round."""
         prototype, means = self.prototype(level, current.arrays), current.mean.means
-        return updated(prototype, means[level]) if level in means else prototype
+        return replace_arrays(prototype, means[level]) if level in means else prototype
 
     def finish(self, current: Round) -> ArrayRecord:
         """Distil all prototypes, store the smaller ones, and return the largest, which is the new model."""
         self.drop_outlier_teachers(current)
-        targets = averaged(current.mean.ensemble)
-        model = self.distil(current, 0, self.merged(0, current), targets, likeness_loss)
+        targets = average_logits(current.mean.ensemble)
+        model = self.distil(current, 0, self.merge(0, current), targets, likeness_loss)
         for level in range(1, len(self.cut.names)):
-            self.keep(level, self.distil(current, level, self.merged(level, current), targets, likeness_loss))
+            self.keep(level, self.distil(current, level, self.merge(level, current), targets, likeness_loss))
         return model
 
     def drop_outlier_teachers(self, current: Round) -> None:
@@ -270,7 +270,7 @@ class FedDF(Method):
         rng = generator(settings.seed, current.number, "distil", level)
         piece_class = AdamPiece if settings.of(FedDFSettings).server_optimiser == "adam" else PieceModel
         model, threads = self.cut.models[level], settings.training.torch_threads
-        new, loss = distilled(
+        new, loss = distil(
             model, arrays, self.public, targets, make_loss, training_config, rng, current.mean.cap, piece_class, threads
         )
         if not (math.isfinite(loss) and all(np.isfinite(array.numpy()).all() for array in new.values())):

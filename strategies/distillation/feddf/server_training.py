@@ -68,7 +68,7 @@ class Ensemble:
         self._file.seek(0, 2)
 
 
-def averaged(ensemble: Iterable[Tensor]) -> Tensor:
+def average_logits(ensemble: Iterable[Tensor]) -> Tensor:
     """Return FedDF's target: the mean of the clients' logits, [N, C]."""
     total, members = torch.zeros(()), 0
     for logits in ensemble:
@@ -83,12 +83,12 @@ def consensus(ensemble: Iterable[Tensor]) -> Tensor:
     pseudo-label. The diversity logits are this mean over those k alone whose own largest class is another one, and 0 if all
     clients agree. `ensemble` is iterated twice.
     """
-    agreed = _weighted(ensemble)
+    agreed = _weigh(ensemble)
     label = agreed.argmax(1)
-    return torch.cat([agreed, _weighted(ensemble, unlike=label)], dim=1).float()
+    return torch.cat([agreed, _weigh(ensemble, unlike=label)], dim=1).float()
 
 
-def _weighted(ensemble: Iterable[Tensor], unlike: Tensor | None = None) -> Tensor:
+def _weigh(ensemble: Iterable[Tensor], unlike: Tensor | None = None) -> Tensor:
     """Return sum_k v_k s_k / sum_k v_k, [N, C], over all k, or those whose largest class differs from `unlike` [N]."""
     total, weights = torch.zeros(()), torch.zeros(())
     for logits in map(Tensor.double, ensemble):
@@ -154,7 +154,7 @@ def logits_of(
     return torch.cat(found)
 
 
-def distilled(
+def distil(
     blueprint: Blueprint,
     arrays: ArrayRecord,
     examples: Examples,

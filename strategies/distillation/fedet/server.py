@@ -83,5 +83,5 @@ class FedET(FedDF):
         for level in range(len(self.cut.names)):
             names = dict(zip(self.last[level], self.last[0], strict=True))
             own = {own: model[name] for own, name in names.items()}
-            self.keep(level, {**self.merged(level, current), **own})
+            self.keep(level, {**self.merge(level, current), **own})
         return model

@@ -13,7 +13,7 @@ from functools import cache
 from torch import Tensor, nn
 
 from piecework.client_app.client import Client, Update
-from piecework.client_app.momentum import CarriedMomentum, averaged
+from piecework.client_app.momentum import CarriedMomentum, averaged_names
 from piecework.client_app.whole import train_whole
 from piecework.models.low_rank import Pair
 from piecework.strategies.low_rank.prism.settings import PriSMSettings
@@ -46,7 +46,7 @@ class LowRankModel(PieceModel):
         """Return the factorised layers, in order."""
         return [each for unit in self.units().values() for each in unit.modules() if isinstance(each, Pair)]
 
-    def undecayed(self) -> list[nn.Parameter]:
+    def list_undecayed(self) -> list[nn.Parameter]:
         """Return the factors, which Eq. 6 decays."""
         return [factor for pair in self.pairs() for factor in pair.factors()]
 
@@ -74,7 +74,7 @@ def low_rank_loss(decay: float) -> MakeLoss:
 def train(task: Task, client: Client) -> Update:
     """Train the sub-model. Raises MemoryBudgetExceededError if it does not fit."""
     carried = (
-        CarriedMomentum(client, averaged(client.blueprint))
+        CarriedMomentum(client, averaged_names(client.blueprint))
         if client.settings.of(PriSMSettings).server_momentum
         else None
     )

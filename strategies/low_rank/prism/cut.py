@@ -28,13 +28,13 @@ class PriSMCut(HeteroFLCut):
 
     def require_model(self) -> None:
         """Raise ValueError for a model without a layer that can be factorised, or with a chain that cannot be."""
-        vary(self.blueprint, self.factorised(1.0))
+        vary(self.blueprint, self.factorise(1.0))
 
     def variant_of(self, level: int) -> Variant:
         """Return the variant of keep ratio number `level`."""
-        return self.factorised(self.ratios[level])
+        return self.factorise(self.ratios[level])
 
-    def factorised(self, keep: float) -> Variant:
+    def factorise(self, keep: float) -> Variant:
         """Return the variant that keeps this fraction of the kernels (1 = all)."""
         return Variant(changes=(LowRank(keep, self.channels_computed),))
 

@@ -23,7 +23,7 @@ the one that the fleet sets. All other arrays are averaged over their clients in
 rounds, because kernels are a function of them. With `prism.server-momentum` (authors' code), the clients' momentum of u', v'
 and norms is also averaged, and sent to the clients that train these entries next, although the decomposition changes kernels.
 
-No client ever has all channels at once, and the paper does not say how the model is evaluated. Ours (`served`): what clients
+No client ever has all channels at once, and the paper does not say how the model is evaluated. Ours (`serve`): what clients
 have only at times is multiplied by the probability that they have it. Clients of several keep ratios count with their mean,
 factor by factor.
 
@@ -53,12 +53,12 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
-from piecework.client_app.momentum import MOMENTUM, averaged
-from piecework.federation.aggregation import CheckedUpdate, updated
+from piecework.client_app.momentum import MOMENTUM, averaged_names
+from piecework.federation.aggregation import CheckedUpdate, replace_arrays
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.kernels import Sampling, compose, decompose, effective_rank, inclusion, sample
-from piecework.models.low_rank import Factors, LowRank, computed, factors, is_place, norms
+from piecework.models.low_rank import Factors, LowRank, factors, find_computed, is_place, norms
 from piecework.models.variant import vary
 from piecework.models.width import Indices, shapes, take
 from piecework.planning.assignment import Assignment, Context
@@ -83,7 +83,7 @@ class ComposedServing(Serving):
 
     def arrays(self, trained: ArrayRecord) -> ArrayRecord:
         """Return the served arrays of a trained model."""
-        return self.method.served(trained)
+        return self.method.serve(trained)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SubModel:
 
     def __call__(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the arrays of the sub-model."""
-        whole = self.method.factored(arrays)
+        whole = self.method.factor(arrays)
         where = {n: w for n, w in self.indices().items() if self.momentum or not n.startswith(MOMENTUM)}
         return ArrayRecord({n: Array(take(whole[n].numpy(), w)) for n, w in where.items()})
 
@@ -139,7 +139,7 @@ class PriSM(HeteroFL):
     @cached_property
     def whole(self) -> Blueprint:
         """The sub-model that keeps all kernels."""
-        return vary(self.cut.blueprint, self.cut.factorised(1.0))
+        return vary(self.cut.blueprint, self.cut.factorise(1.0))
 
     @cached_property
     def factors(self) -> list[Factors]:
@@ -149,7 +149,7 @@ class PriSM(HeteroFL):
     @cached_property
     def carried(self) -> list[str]:
         """The names of the arrays whose momentum is averaged."""
-        return averaged(self.whole) if self.settings.of(PriSMSettings).server_momentum else []
+        return averaged_names(self.whole) if self.settings.of(PriSMSettings).server_momentum else []
 
     @cached_property
     def full(self) -> dict[str, Shape]:
@@ -164,8 +164,8 @@ class PriSM(HeteroFL):
 
     @cached_property
     def computed(self) -> Mapping[str, Any]:
-        """The places of random channels (models/low_rank.py: computed)."""
-        return computed(self.whole) if self.scattered else {}
+        """The places of random channels (models/low_rank.py: find_computed)."""
+        return find_computed(self.whole) if self.scattered else {}
 
     @cached_property
     def norms(self) -> Mapping[str, str]:
@@ -208,7 +208,7 @@ class PriSM(HeteroFL):
             known = self._kernels[layer.weight] = weight, sigma, Array(v), Array(u)
         return known[1:]
 
-    def factored(self, arrays: ArrayRecord) -> ArrayRecord:
+    def factor(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model in its orthogonal space: the arrays of a sub-model with all kernels, and the averaged momentum."""
         found = dict(arrays.items())
         for layer in self.factors:
@@ -260,11 +260,11 @@ class PriSM(HeteroFL):
 
     def finish(self, current: Round) -> ArrayRecord:
         """Return the new model, composed of the averaged kernels (Eq. 5), and store the averaged momentum."""
-        new = updated(self.factored(current.arrays), current.mean)
+        new = replace_arrays(self.factor(current.arrays), current.mean)
         self.kept = ArrayRecord({name: array for name, array in new.items() if name.startswith(MOMENTUM)})
-        return self.composed(new, list(current.arrays))
+        return self.compose(new, list(current.arrays))
 
-    def composed(self, whole: ArrayRecord, names: Sequence[str]) -> ArrayRecord:
+    def compose(self, whole: ArrayRecord, names: Sequence[str]) -> ArrayRecord:
         """Return the arrays of these names, composed of kernels. Weights whose kernels did not change stay the same objects."""
         found = dict(whole.items())
         for layer in self.factors:
@@ -276,7 +276,7 @@ class PriSM(HeteroFL):
                 found[layer.bias[1]] = found.pop(layer.bias[0])
         return ArrayRecord({name: found[name] for name in names})
 
-    def served(self, arrays: ArrayRecord) -> ArrayRecord:
+    def serve(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the full model as it is evaluated: each layer's output is multiplied by `active`, its kernels by `portions`.
 
         A norm is scaled if one follows the layer, otherwise the layer itself.
@@ -287,10 +287,10 @@ class PriSM(HeteroFL):
             norm, active = self.norms.get(layer.weight), self.active(layer, counts)
             if (portions := self.portions(layer, arrays, counts)) is not None:
                 _, v, u = self.kernels(layer, arrays)
-                found[layer.weight] = Array(compose(scaled(v.numpy(), portions), u.numpy()))
+                found[layer.weight] = Array(compose(scale_rows(v.numpy(), portions), u.numpy()))
             scale = (f"{norm}.weight", f"{norm}.bias") if norm else (layer.weight, *(layer.bias or ())[1:])
             for name in scale if (active < 1).any() else ():
-                found[name] = Array(scaled(found[name].numpy(), active))
+                found[name] = Array(scale_rows(found[name].numpy(), active))
         return ArrayRecord(found)
 
     def active(self, layer: Factors, counts: Mapping[int, int]) -> np.ndarray:
@@ -337,6 +337,6 @@ class PriSM(HeteroFL):
         return {"keep_ratios": keeps, "layers": layers}
 
 
-def scaled(array: np.ndarray, factors: np.ndarray) -> np.ndarray:
+def scale_rows(array: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """Return the array with its first dimension multiplied by these factors, in its own precision."""
     return np.asarray(array * factors.astype(array.dtype).reshape(-1, *(1,) * (array.ndim - 1)))

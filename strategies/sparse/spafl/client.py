@@ -114,7 +114,7 @@ def evaluate(task: Task, client: Client) -> Metrics:
         model = load(client, source)
         density = float(np.mean([layer.mask().float().mean() for layer in model.layers()]))
         if layout is not None:
-            model = model.compacted(layout)[0]
+            model = model.compact(layout)[0]
     model.train(False)
     metrics = client.evaluate(model.logits, client.validation, item.micro_batch)
     if metrics:

@@ -15,7 +15,16 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from piecework.client_app.client import Client
-from piecework.models.compact import Compact, Layout, Places, compacted, kept_fraction, kept_parts, put, take_into
+from piecework.models.compact import (
+    Compact,
+    Layout,
+    Places,
+    compact_units,
+    kept_fraction,
+    kept_parts,
+    take_into,
+    write_back,
+)
 from piecework.models.masked import Masked, masked_layers
 from piecework.strategies.sparse.spafl.settings import SpaFLSettings
 from piecework.training.attacks import Loss
@@ -36,7 +45,7 @@ class SparseModel(PieceModel):
         """Return the layers with thresholds, in order."""
         return [layer for module in self.units().values() for _, layer in masked_layers(module)]
 
-    def undecayed(self) -> list[nn.Parameter]:
+    def list_undecayed(self) -> list[nn.Parameter]:
         """Return the thresholds, which do not decay."""
         return [layer.tau for layer in self.layers()]
 
@@ -59,11 +68,13 @@ class SparseModel(PieceModel):
         """Return all thresholds, in order: float32 [thresholds]."""
         return torch.cat([layer.tau.detach() for layer in self.layers()]).cpu().numpy()
 
-    def compacted(self, layout: Layout, parts: Mapping[str, Places] | None = None) -> tuple["SparseModel", Compact]:
+    def compact(self, layout: Layout, parts: Mapping[str, Places] | None = None) -> tuple["SparseModel", Compact]:
         """Return the compact form at the present mask. `parts` are the kept parts of the arrays, if they are already known."""
         with torch.device("meta"):
             empty = {unit: self.blueprint.build_unit(unit) for unit in self.units()}
-        compact = compacted(self.units(), layout, empty, kept_parts(self.units(), layout) if parts is None else parts)
+        compact = compact_units(
+            self.units(), layout, empty, kept_parts(self.units(), layout) if parts is None else parts
+        )
         return SparseModel(self.blueprint, self.atoms, self.head_unit, compact.units.__getitem__), compact
 
 
@@ -149,7 +160,7 @@ class SparseTrainer(LocalTrainer):
         self.macs += executed_macs(self.pieces)
         self.pieces = []
         del self.optimiser, self._loss
-        small, self._compact = model.compacted(self.layout, parts)
+        small, self._compact = model.compact(self.layout, parts)
         names = parameter_names(model)
         del model
         self._take_up(small)
@@ -175,7 +186,7 @@ class SparseTrainer(LocalTrainer):
             if learned:
                 self.optimiser.load(self._momentum)
                 for whole, part, name in zip(self.optimiser.buffers, learned, parameter_names(model), strict=True):
-                    put(whole, part, parts[name])
+                    write_back(whole, part, parts[name])
 
     def _take_up(self, model: SparseModel) -> None:
         self.pieces = [model]

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
-from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError, WeightedMean, updated
+from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError, WeightedMean, replace_arrays
 from piecework.federation.reports import ClientReport
 from piecework.models.compact import layout
 from piecework.models.layer_statistics import Layer, layer_statistics
@@ -71,12 +71,12 @@ class SpaFLCut(Cut):
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the masked model."""
-        return self.needed(self.whole)
+        return self.needed_bytes(self.whole)
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the masked model."""
-        return [Stage("training", (self._fitted_part(self.whole, self.allowed),))]
+        return [Stage("training", (self._fit_part(self.whole, self.allowed),))]
 
     def traffic(self, parts: list[Part]) -> Traffic:
         """Return the thresholds: 8 bytes for each down, because their change comes with them, 4 up; 0 if nothing is shared."""
@@ -271,7 +271,7 @@ class SpaFL(Method):
 
     def finish(self, current: Round) -> ArrayRecord:
         """Return the new thresholds."""
-        new = updated(current.arrays, current.mean.thresholds)
+        new = replace_arrays(current.arrays, current.mean.thresholds)
         self.tau = new[THRESHOLDS].numpy()
         return new
 

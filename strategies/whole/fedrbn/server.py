@@ -29,7 +29,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from piecework.device_profiles.profile import DeviceState
-from piecework.federation.aggregation import CheckedUpdate, WeightedMean, require_all, updated
+from piecework.federation.aggregation import CheckedUpdate, WeightedMean, replace_arrays, require_all
 from piecework.models.cascade import has_statistics
 from piecework.models.dual_norm import COUNT, PREFIX, STATISTICS, DualNorms, begin_adversarial, is_adversarial
 from piecework.models.variant import Variant
@@ -141,7 +141,7 @@ class FedRBN(Method):
             (item,),
             {item: self.cut.bytes(item)},
             sends=sends,
-            expects=(lambda arrays: begun(sends(arrays))) if robust else None,
+            expects=(lambda arrays: begin_statistics(sends(arrays))) if robust else None,
             adversarial=robust,
             config=FedRBNTaskConfig(ctx.client),
         )
@@ -167,12 +167,12 @@ class FedRBN(Method):
         sources = [sets for client, (sets, _) in found.items() if client in robust]
         kept = dict(self.kept)
         for client, (sets, examples) in found.items() if sources else ():
-            own = adversarial(sets) if client in robust else propagated(sets, sources)
+            own = adversarial(sets) if client in robust else propagate(sets, sources)
             mean.add(own, examples)
             kept |= {f"{client}/{name}": Array(array) for name, array in own.items()}
         if self.settings.norms == "local":
             self.kept = ArrayRecord(kept)
-        return updated(current.arrays, mean)
+        return replace_arrays(current.arrays, mean)
 
     def robust(self, current: Round) -> list[int]:
         """Return the clients with an adversarial task."""
@@ -190,7 +190,7 @@ class FedRBN(Method):
             fit_detector(piece, self.public, self.settings)
 
 
-def begun(arrays: ArrayRecord) -> ArrayRecord:
+def begin_statistics(arrays: ArrayRecord) -> ArrayRecord:
     """Return a model's arrays, in which adversarial statistics that were never used are copies of the clean ones."""
     found, count = dict(arrays), PREFIX + COUNT
     for layer in (name.removesuffix(count) for name in arrays if name.endswith(count) and not arrays[name].numpy()):
@@ -216,7 +216,7 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
     return float(a @ b) / max(lengths, 1e-8)
 
 
-def propagated(own: Statistics, sources: list[Statistics]) -> dict[str, np.ndarray]:
+def propagate(own: Statistics, sources: list[Statistics]) -> dict[str, np.ndarray]:
     """Return the adversarial statistics that a client with clean training gets: those of `sources`, weighted by a_ts.
 
     Integer counts are the maximum over the sources.

@@ -26,7 +26,7 @@ from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
 from piecework.models.nested_norms import NestedNorms
 from piecework.models.variant import Variant, vary
-from piecework.models.width import Indices, ordered, shapes, sub_indices
+from piecework.models.width import Indices, shapes, sub_indices, take_first
 from piecework.strategies.width.heterofl import client as heterofl
 from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
@@ -58,7 +58,7 @@ class NestedLoss:
         self.piece, self.distil, self.level = piece, distil, level
         axes = channel_axes(piece.blueprint) if widths else {}
         full = shapes(piece.blueprint)
-        self.nets = [(w, sub_indices(axes, full, shapes(w), ordered)) for w in widths]
+        self.nets = [(w, sub_indices(axes, full, shapes(w), take_first)) for w in widths]
         with torch.device("meta"):
             self.modules = [{unit: w.build_unit(unit) for unit in w.units()} for w in widths]
 
@@ -110,9 +110,9 @@ class NestedTrainer(LocalTrainer):
         super().__init__(*rest)
         self._rng, self._count, self._level = rng, count, 0
         self.trained = [0] * count  # number of examples that each net was trained on
-        self._make_nested, self._make_loss = self._make_loss, self._kept
+        self._make_nested, self._make_loss = self._make_loss, self._make_and_keep
 
-    def _kept(self, pieces: list[PieceModel]) -> Loss:
+    def _make_and_keep(self, pieces: list[PieceModel]) -> Loss:
         """Make the loss and keep it, to set the drawn net: in bfloat16, the trainer's loss is a wrapper around it."""
         self._nested = self._make_nested(pieces)
         return self._nested

@@ -73,7 +73,7 @@ class FjORDCut(HeteroFLCut):
 
     def variant_of(self, level: int) -> Variant:
         """Return the variant of ratio number `level`, with the norms of the nets that are trained within it."""
-        nets = self.ratios[level : level + 1 + self.nested(level)]
+        nets = self.ratios[level : level + 1 + self.count_nested(level)]
         return replace(super().variant_of(level), changes=self.norms(nets))
 
     @property
@@ -81,7 +81,7 @@ class FjORDCut(HeteroFLCut):
         """Whether a client's widest net teaches its narrower ones."""
         return self.settings.of(FjORDSettings).distillation and self.settings.of(FjORDSettings).sampling == "batch"
 
-    def nested(self, level: int) -> int:
+    def count_nested(self, level: int) -> int:
         """Return how many narrower nets a client trains beside the net of ratio number `level`."""
         return len(self.ratios) - level - 1 if self.settings.of(FjORDSettings).sampling == "batch" else 0
 
@@ -91,7 +91,7 @@ class FjORDCut(HeteroFLCut):
 
     def step(self, level: int, drawn: int) -> Part:
         """Return a sub-model for a step that trains its net number `drawn`: 0 is all of it, the others are narrower."""
-        widths = tuple(self.models[level + 1 :][: self.nested(level)])
+        widths = tuple(self.models[level + 1 :][: self.count_nested(level)])
         loss = nested_loss(widths, self.distils, drawn)
         return replace(super().plain_part(self.sub_model(level)), make_loss=loss)
 
@@ -99,7 +99,7 @@ class FjORDCut(HeteroFLCut):
         """Return the bytes of the most expensive step. A narrow net takes less itself, but may copy parts of the arrays."""
         if item not in self._bytes:
             level = self.levels[item.variant]
-            steps = range(1 + self.nested(level))
+            steps = range(1 + self.count_nested(level))
             self._bytes[item] = max(self.cost_model.bytes(self.step(level, drawn)) for drawn in steps)
         return self._bytes[item]
 
@@ -126,7 +126,7 @@ class FjORD(HeteroFL):
 
     def task_config(self, ctx: Context, level: int) -> TaskConfig:
         """Return the method's own fields of a task for ratio number `level`."""
-        nested = self.cut.ratios[level + 1 :][: self.cut.nested(level)]
+        nested = self.cut.ratios[level + 1 :][: self.cut.count_nested(level)]
         return FjORDTaskConfig(level, nested, self.cut.distils, ctx.client)
 
     def weight(self, update: CheckedUpdate) -> int:
@@ -144,5 +144,5 @@ class FjORD(HeteroFL):
             raise UpdateRejectedError(
                 f"widths is {counted!r:.100}: it must list {nets} counts that add up to {seen} examples"
             )
-        flops = [self.cut.cost_model.traced(self.cut.step(config.level, n)).flops for n in range(len(counted))]
+        flops = [self.cut.cost_model.trace(self.cut.step(config.level, n)).flops for n in range(len(counted))]
         return Reading(float(sum(a * b for a, b in zip(flops, counted, strict=True)) / (flops[0] * seen)))

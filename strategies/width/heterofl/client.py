@@ -26,7 +26,7 @@ from piecework.client_app.whole import train_whole, whole_network
 from piecework.models.cascade import Blueprint, Shape, outputs
 from piecework.models.channels import Axes, channel_axes
 from piecework.models.layers import divide_output
-from piecework.models.width import Indices, Select, drawn, ordered, rolling, shapes, sub_indices
+from piecework.models.width import Indices, Select, draw_channels, rolling, shapes, sub_indices, take_first
 from piecework.models.zoo import build_blueprint
 from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
@@ -56,7 +56,7 @@ def selection(task: Task, seed: int) -> Select:
     own = HeteroFLTaskConfig.of(task)
     if own.channels == "rolling":
         return rolling(task.round)
-    return drawn(generator(seed, task.round, own.draw, "channels")) if own.channels == "random" else ordered
+    return draw_channels(generator(seed, task.round, own.draw, "channels")) if own.channels == "random" else take_first
 
 
 def places(task: Task, seed: int, full: Blueprint, model: Blueprint) -> dict[str, Indices]:
@@ -120,13 +120,13 @@ def width_loss(ratios: tuple[float, ...], present: tuple[bool, ...]) -> MakeLoss
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces
         scale_up(piece, ratios)
-        logits = masked(piece, present)
+        logits = mask_classes(piece, present)
         return lambda z, y: classification_loss(logits(z), y)
 
     return make
 
 
-def masked(piece: PieceModel, present: tuple[bool, ...]) -> Callable[[Tensor], Tensor]:
+def mask_classes(piece: PieceModel, present: tuple[bool, ...]) -> Callable[[Tensor], Tensor]:
     """Return the piece's logits as a function of its input, with those of classes that are not `present` set to 0.
 
     An empty tuple means no mask. A model with one logit has none either.
@@ -165,7 +165,7 @@ def evaluate(task: Task, client: Client) -> Metrics:
     scale_up(piece, ratios)
     piece.train(False)
     present = classes_of(client) if task.personal and HeteroFLTaskConfig.of(task).masked else ()
-    found = client.evaluate(masked(piece, present), client.validation, item.micro_batch)
+    found = client.evaluate(mask_classes(piece, present), client.validation, item.micro_batch)
     return found | {"predicted-peak": task.costs[item]}
 
 

@@ -41,11 +41,11 @@ from piecework.models.width import (
     Indices,
     Select,
     last_layer,
-    ordered,
     require_parts,
     shapes,
     sub_indices,
     take,
+    take_first,
 )
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
@@ -146,7 +146,7 @@ class HeteroFLCut(Cut):
 
     def level(self, allowed: int) -> int:
         """Return the number of the largest ratio whose step takes at most `allowed` bytes, or of the smallest if none does."""
-        fitting = (level for level in range(len(self.ratios)) if self.needed(self.sub_model(level)) <= allowed)
+        fitting = (level for level in range(len(self.ratios)) if self.needed_bytes(self.sub_model(level)) <= allowed)
         return next(fitting, len(self.ratios) - 1)
 
     @property
@@ -175,13 +175,13 @@ class HeteroFLCut(Cut):
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the narrowest sub-model."""
-        return self.needed(self.sub_model(len(self.ratios) - 1))
+        return self.needed_bytes(self.sub_model(len(self.ratios) - 1))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the sub-model of a device with the smallest budget."""
         level = self.level_by_fraction(self.smallest) if self.by_fraction else self.level(self.allowed)
-        return [Stage("training", (self._fitted_part(self.sub_model(level), self.allowed),))]
+        return [Stage("training", (self._fit_part(self.sub_model(level), self.allowed),))]
 
     def traffic(self, parts: list[Part]) -> Traffic:
         """Return the sub-model's bytes, and the full model's values times the width ratio, as SpaFL's paper counts."""
@@ -267,7 +267,7 @@ class HeteroFL(Method):
 
     def select(self, ctx: Context) -> Select:
         """Return how a client's channels are chosen in a round: the first ones."""
-        return ordered
+        return take_first
 
     def indices(self, ctx: Context, level: int) -> Mapping[str, Indices]:
         """Return the indices of a sub-model's arrays in the full ones, by name."""
@@ -289,7 +289,7 @@ class HeteroFL(Method):
         able = [client for client, member in fleet.registry.members.items() if member.examples >= MIN_EXAMPLES]
         states = [state for client in able for state in fleet.states_of(client)]
         levels = [(self.cut.level_of(state), state.allowed_bytes) for state in states]
-        fitting = [level for level, allowed in levels if self.cut.needed(self.cut.sub_model(level)) <= allowed]
+        fitting = [level for level, allowed in levels if self.cut.needed_bytes(self.cut.sub_model(level)) <= allowed]
         return fitting or [len(self.cut.ratios) - 1]
 
     def open(self, current: Round) -> None:

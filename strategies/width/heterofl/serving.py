@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord
 
 from piecework.models.nested_norms import own_name
 from piecework.models.variant import Variant, vary
-from piecework.models.width import Select, ordered, rolling, shapes, sub_indices, take
+from piecework.models.width import Select, rolling, shapes, sub_indices, take, take_first
 from piecework.strategies.serving import DeviceModel, Serving
 from piecework.strategies.width.heterofl.client import scaled_arrays
 
@@ -51,12 +51,12 @@ class WidestServing(Serving):
         """Return the net of each ratio that a device trains."""
         cut, select = self.method.cut, self.select(server_round)
         fitting = [(cut.level_of(state), state.allowed_bytes) for state in self.device_states()]
-        counts = Counter(level for level, allowed in fitting if cut.needed(cut.sub_model(level)) <= allowed)
+        counts = Counter(level for level, allowed in fitting if cut.needed_bytes(cut.sub_model(level)) <= allowed)
         return [self._device_model(level, count, select) for level, count in sorted(counts.items())]
 
     def select(self, server_round: int) -> Select:
         """Return how the channels of a device's net are chosen after this round."""
-        return ordered
+        return take_first
 
     def _device_model(self, level: int, clients: int, select: Select) -> DeviceModel:
         ratio, cut = self.method.cut.ratios[level], self.method.cut
@@ -65,7 +65,7 @@ class WidestServing(Serving):
             return DeviceModel(name, clients, self.variant, self.arrays)
         return DeviceModel(name, clients, cut.net_variant(level), partial(self.net, level=level, select=select))
 
-    def net(self, trained: ArrayRecord, level: int, select: Select = ordered) -> ArrayRecord:
+    def net(self, trained: ArrayRecord, level: int, select: Select = take_first) -> ArrayRecord:
         """Return the net of ratio number `level` as a model of its own: selected channels, with the Scaler in the weights."""
         method, cut = self.method, self.method.cut
         model = vary(cut.blueprint, cut.net_variant(level))
@@ -81,7 +81,7 @@ class NestedServing(WidestServing):
 
     method: "FjORD"
 
-    def net(self, trained: ArrayRecord, level: int, select: Select = ordered) -> ArrayRecord:
+    def net(self, trained: ArrayRecord, level: int, select: Select = take_first) -> ArrayRecord:
         """Return the net of ratio number `level` as a model of its own, whose norms are plain ones."""
         found, cut = super().net(trained, level, select), self.method.cut
         for kind in ("weight", "bias") if cut.separate else ():

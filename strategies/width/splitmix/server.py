@@ -74,11 +74,11 @@ class SplitMixCut(Cut):
     def plain_part(self, item: WorkItem) -> Part:
         """Return the base nets of a work item."""
         count = len(nets_of(item.variant))
-        return Part(self.mixes[count - 1], item.atoms, make_loss=mixed_loss, name=counted(count))
+        return Part(self.mixes[count - 1], item.atoms, make_loss=mixed_loss, name=count_in_words(count))
 
     def nets(self, allowed: int) -> int:
         """Return how many base nets fit into `allowed` bytes; 1 if none does."""
-        return next((n for n in range(self.count, 1, -1) if self.needed(self.mix(range(n))) <= allowed), 1)
+        return next((n for n in range(self.count, 1, -1) if self.needed_bytes(self.mix(range(n))) <= allowed), 1)
 
     def nets_of(self, state: DeviceState) -> int:
         """Return how many base nets a device trains: as many as add up to its fleet's `keep`, else as many as fit."""
@@ -88,12 +88,12 @@ class SplitMixCut(Cut):
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of one base net."""
-        return self.needed(self.mix([0]))
+        return self.needed_bytes(self.mix([0]))
 
     @cached_property
     def stages(self) -> list[Stage]:
         """One stage, with the base nets of a device with the smallest budget."""
-        return [Stage("training", (self._fitted_part(self.mix(range(self.nets(self.allowed))), self.allowed),))]
+        return [Stage("training", (self._fit_part(self.mix(range(self.nets(self.allowed))), self.allowed),))]
 
 
 class SplitMixServing(Serving):
@@ -105,9 +105,9 @@ class SplitMixServing(Serving):
         """Return the ensemble of each number of base nets that a device trains."""
         cut = self.method.cut
         fitting = [(cut.nets_of(state), state.allowed_bytes) for state in self.device_states()]
-        counts = Counter(n for n, allowed in fitting if cut.needed(cut.mix(range(n))) <= allowed)
+        counts = Counter(n for n, allowed in fitting if cut.needed_bytes(cut.mix(range(n))) <= allowed)
         return [
-            DeviceModel(counted(n), clients, cut.variant_of(range(n)), partial(of_nets, nets=range(n)))
+            DeviceModel(count_in_words(n), clients, cut.variant_of(range(n)), partial(of_nets, nets=range(n)))
             for n, clients in sorted(counts.items(), reverse=True)
         ]
 
@@ -117,7 +117,7 @@ def of_nets(arrays: ArrayRecord, nets: Collection[int]) -> ArrayRecord:
     return ArrayRecord({name: array for name, array in arrays.items() if net_of(name) in nets})
 
 
-def counted(nets: int) -> str:
+def count_in_words(nets: int) -> str:
     """Return a number of base nets in words."""
     return f"{nets} base nets" if nets > 1 else "a base net"
 

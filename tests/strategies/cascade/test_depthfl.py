@@ -21,9 +21,14 @@ from piecework.models.zoo import MODELS, build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.plans.plan import make_plan
 from piecework.plans.question import PlanQuestion, ask
-from piecework.strategies.cascade.depthfl.client import corrected, distillation_weight, exits_loss, item_of_depth
+from piecework.strategies.cascade.depthfl.client import (
+    add_dynamic_terms,
+    distillation_weight,
+    exits_loss,
+    item_of_depth,
+)
 from piecework.strategies.cascade.depthfl.server import DepthFL, DepthFLCut
-from piecework.training.examples import normalised
+from piecework.training.examples import normalise
 from piecework.training.settings import Settings
 
 # The convnet has the blocks (0, 1), (2, 3) and (4,), with the exits 5 and 6 behind atoms 1 and 3.
@@ -65,7 +70,7 @@ def test_three_exits_learn_from_the_mean_of_the_others() -> None:
 
 def test_feddyns_gradient_by_hand() -> None:
     """0.5 + 0.1 x 2 - 0.3 = 0.4."""
-    found = corrected(torch.tensor([2.0]), torch.tensor([-0.3]), 0.1, torch.tensor([0.5]))
+    found = add_dynamic_terms(torch.tensor([2.0]), torch.tensor([-0.3]), 0.1, torch.tensor([0.5]))
     torch.testing.assert_close(found, torch.tensor([0.4]))
 
 
@@ -130,7 +135,7 @@ def test_the_model_predicts_by_the_mean_of_its_exits(tmp_path: Path) -> None:
     assert isinstance(model.network, ExitCascade)
     data = digits()
     with torch.no_grad():
-        predicted = model(normalised(data.test_inputs, data)).argmax(1).numpy()
+        predicted = model(normalise(data.test_inputs, data)).argmax(1).numpy()
     assert float((predicted == data.test_labels).mean()) == run_dir.rounds()[-1]["accuracy"]
 
 
@@ -197,7 +202,7 @@ def test_untrained_exits_do_not_count_in_the_ensemble(tmp_path: Path) -> None:
     model, data = load(run_dir.path, normalise=False), digits()
     assert len(model.network.atoms) == 5  # two blocks and the first one's exit; the second's is the head
     with torch.no_grad():
-        predicted = model(normalised(data.test_inputs, data)).argmax(1).numpy()
+        predicted = model(normalise(data.test_inputs, data)).argmax(1).numpy()
     assert float((predicted == data.test_labels).mean()) == run_dir.rounds()[-1]["accuracy"]
 
 

@@ -28,7 +28,7 @@ def planned(preset: str, *sets: str) -> list[str]:
     policy = planner.cut
     assert isinstance(policy, FeDepthCut)
     allowed = {state.device: state.allowed_bytes for state in states}
-    return [" | ".join(map(read, policy.items(bytes, policy.needed))) for bytes in allowed.values()]
+    return [" | ".join(map(read, policy.items(bytes, policy.needed_bytes))) for bytes in allowed.values()]
 
 
 @pytest.mark.parametrize("preset", ["fedepth-cifar10-fair", "fedepth-cifar10-authors"])

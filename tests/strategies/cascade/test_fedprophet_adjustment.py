@@ -12,7 +12,7 @@ from fedprophet_helpers import a_run
 from flwr.app import MetricRecord
 from settings_helpers import key_of, settings_with
 
-from piecework.strategies.cascade.fedprophet.adjustment import BestRound, FedProphetState, FixedModule, adjusted_alpha
+from piecework.strategies.cascade.fedprophet.adjustment import BestRound, FedProphetState, FixedModule, adjust_alpha
 from piecework.strategies.cascade.fedprophet.server import FedProphet
 from piecework.strategies.method import Round
 
@@ -48,13 +48,13 @@ def down(x: float) -> float:
     ],
 )
 def test_alpha_follows_the_ratio_of_accuracies(clean: float, adversarial: float, alpha: float) -> None:
-    assert adjusted_alpha(0.3, [[clean, adversarial]], FIXED, GAMMA) == alpha
+    assert adjust_alpha(0.3, [[clean, adversarial]], FIXED, GAMMA) == alpha
 
 
 @pytest.mark.parametrize(("ratio", "alpha"), [(2.101, 0.4), (2.099, 0.3), (1.901, 0.3), (1.899, 0.2)])
 def test_alpha_with_the_papers_gamma(ratio: float, alpha: float) -> None:
     assert (
-        adjusted_alpha(
+        adjust_alpha(
             0.3,
             [[0.25 * ratio, 0.25]],
             FIXED,
@@ -67,26 +67,26 @@ def test_alpha_with_the_papers_gamma(ratio: float, alpha: float) -> None:
 def test_a_stage_before_without_robustness() -> None:
     """C* / A* is infinite: every ratio is less; where it is not defined, nothing changes."""
     without, useless = replace(FIXED, adversarial=0.0), replace(FIXED, clean=0.0, adversarial=0.0)
-    assert adjusted_alpha(0.3, [[0.5, 0.25]], without, GAMMA) == 0.2
-    assert adjusted_alpha(0.3, [[0.5, 0.0]], without, GAMMA) == 0.3
-    assert adjusted_alpha(0.3, [[0.5, 0.25]], useless, GAMMA) == 0.3
+    assert adjust_alpha(0.3, [[0.5, 0.25]], without, GAMMA) == 0.2
+    assert adjust_alpha(0.3, [[0.5, 0.0]], without, GAMMA) == 0.3
+    assert adjust_alpha(0.3, [[0.5, 0.25]], useless, GAMMA) == 0.3
 
 
 def test_alphas_lower_bound() -> None:
     """By default it is where alpha starts, as in the paper's Figure 10; Eq. 12 has none, and alpha may fall to 0."""
     low = [[0.1, 0.25]]
-    assert adjusted_alpha(0.05, low, FIXED, GAMMA) == 0.0
+    assert adjust_alpha(0.05, low, FIXED, GAMMA) == 0.0
     default = settings_with(fedprophet__apa_margin=0.25)
-    assert adjusted_alpha(0.3, low, FIXED, default) == 0.3
-    assert adjusted_alpha(0.35, low, FIXED, default) == 0.3
-    assert adjusted_alpha(0.5, low, FIXED, default) == 0.4
-    assert adjusted_alpha(0.5, low, FIXED, settings_with(fedprophet__apa_start=0.45)) == 0.45
+    assert adjust_alpha(0.3, low, FIXED, default) == 0.3
+    assert adjust_alpha(0.35, low, FIXED, default) == 0.3
+    assert adjust_alpha(0.5, low, FIXED, default) == 0.4
+    assert adjust_alpha(0.5, low, FIXED, settings_with(fedprophet__apa_start=0.45)) == 0.45
 
 
 def test_alpha_looks_at_the_mean_of_the_window() -> None:
-    assert adjusted_alpha(0.3, [[0.8, 0.25], [0.2, 0.25]], FIXED, GAMMA) == 0.3  # 3.2 and 0.8: 2
-    assert adjusted_alpha(0.3, [[0.8, 0.25], [0.5, 0.25]], FIXED, GAMMA) == 0.4  # 3.2 and 2: 2.6
-    assert adjusted_alpha(0.3, [[0.2, 0.25], [0.5, 0.25]], FIXED, GAMMA) == 0.2  # 0.8 and 2: 1.4
+    assert adjust_alpha(0.3, [[0.8, 0.25], [0.2, 0.25]], FIXED, GAMMA) == 0.3  # 3.2 and 0.8: 2
+    assert adjust_alpha(0.3, [[0.8, 0.25], [0.5, 0.25]], FIXED, GAMMA) == 0.4  # 3.2 and 2: 2.6
+    assert adjust_alpha(0.3, [[0.2, 0.25], [0.5, 0.25]], FIXED, GAMMA) == 0.2  # 0.8 and 2: 1.4
 
 
 def test_epsilon_is_alpha_times_the_mean_largest_perturbation() -> None:
@@ -131,7 +131,7 @@ def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]
                 "fedprophet__stage_patience": 0,
                 "fedprophet__apa_bound": "none",
             } | settings
-            method.settings = run.settings.changed({key_of(name): value for name, value in changes.items()})
+            method.settings = run.settings.with_values({key_of(name): value for name, value in changes.items()})
             method.state = FedProphetState(
                 r_min=1,
                 stage_rounds=99,

@@ -218,7 +218,7 @@ def test_the_attack_on_a_stages_inputs(tmp_path: Path) -> None:
     assert fedprophet.stage_attack(client, FedProphetTaskConfig(modules, 2, 2, 0.8, nonnegative=True)) == Attack(
         "l2", 0.8, 0.4, 5, low=0.0
     )
-    box = a_client(tmp_path / "linf", settings.changed({"fedprophet.feature-norm": "linf"}))
+    box = a_client(tmp_path / "linf", settings.with_values({"fedprophet.feature-norm": "linf"}))
     found = fedprophet.stage_attack(box, FedProphetTaskConfig(modules, 1, 1, 0.8))  # z_1 is 16 x 8 x 8: 32^2 values
     assert (found.norm, found.epsilon, found.step) == ("linf", pytest.approx(0.8 / 32), pytest.approx(0.8 / 64))
 
@@ -247,7 +247,7 @@ def assigned(
 ) -> list[int]:
     """The atoms that a client with this budget trains; here each is a module."""
     device = DeviceState("board", budget, speed, math.inf, 1e8, 0.0, tolerance=tolerance)
-    return list(a_policy(**changes).assigned(stage, device, slowest))
+    return list(a_policy(**changes).choose_atoms(stage, device, slowest))
 
 
 def test_the_memory_of_modules_by_hand() -> None:

@@ -73,7 +73,9 @@ def test_module_assignment_does_not_make_rounds_longer() -> None:
     """Eq. 15, up to what the authors' count adds to multiply-accumulates; somebody is given more than one module."""
     drawn, policy = draw(fleet_of(CIFAR10, True), (1,), 5), policy_for(CIFAR10.flags)
     slowest = [min(state.flops_per_second for state in states) for states in drawn]
-    pieces = {policy.assigned(0, s, minimum) for states, minimum in zip(drawn, slowest, strict=True) for s in states}
+    pieces = {
+        policy.choose_atoms(0, s, minimum) for states, minimum in zip(drawn, slowest, strict=True) for s in states
+    }
     assert pieces - {policy.stages[0].parts[0].atoms}
     pairs = zip(*(fedprophet(CIFAR10, drawn, How(), dma) for dma in (True, False)), strict=True)
     for with_dma, without in chain(*(zip(*pair, strict=True) for pair in pairs)):

@@ -32,7 +32,7 @@ from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
 from piecework.server_app.records import RunDir
 from piecework.strategies.cascade.profl.phases import Phase, phases_of
-from piecework.training.examples import normalised
+from piecework.training.examples import normalise
 from piecework.training.setup import open_dataset
 
 ROOT = Path(__file__).parents[3]
@@ -186,7 +186,7 @@ def test_stopped_anywhere_it_leaves_that_steps_model_and_goes_on(
         record, model = resumed.rounds()[-1], load(resumed.path, normalise=False)
         assert record["round"] == stop
         with torch.no_grad():
-            right = model(normalised(found.test_inputs, found)).argmax(1).numpy() == found.test_labels
+            right = model(normalise(found.test_inputs, found)).argmax(1).numpy() == found.test_labels
         # one image of 100 may lie on a border
         assert record["accuracy"] == pytest.approx(right.mean(), abs=0.011), f"after round {stop}, {record['stage']}"
     assert same(model_of(resumed), model_of(whole_run[0]))

@@ -14,7 +14,7 @@ from helpers import (
 )
 from torch.nn import functional as F
 
-from piecework.client_app.features import _mixed, prefix_features, teacher_logits
+from piecework.client_app.features import _mix_batches, prefix_features, teacher_logits
 from piecework.client_app.validation import evaluate_whole
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.models.basic_layers import BasicLayers, blocks_of, cascade_at, step_atoms, with_basic_layers
@@ -154,7 +154,7 @@ def test_statistics_by_hand(tmp_path: Path) -> None:
     examples, size = client.local_data(0), client.training_config.batch_size
     unit = client.blueprint.build_unit("atoms.0")
     client.store.load("atoms.0", unit)
-    order = [positions for positions, _ in _mixed(client, len(examples), size)]
+    order = [positions for positions, _ in _mix_batches(client, len(examples), size)]
     assert sum(map(len, order)) == len(examples)
     assert len(order[0]) == size
     layers = [layer for layer in unit.modules() if isinstance(layer, torch.nn.Conv2d | torch.nn.BatchNorm2d)]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from piecework.strategies.cascade.profl.freezing import (
     Freezing,
-    converged,
     effective_movement,
+    has_converged,
     rounds_by_parameters,
     slope,
     slopes,
@@ -26,7 +26,7 @@ def movements(series: list[list[float]], window: int) -> list[float]:
 
 def rounds_until_frozen(series: list[float], policy: Freezing) -> int | None:
     """The round in which a block with these movements is frozen; the first movement is that of round H."""
-    found = (k for k in range(1, len(series) + 1) if converged(series[:k], policy))
+    found = (k for k in range(1, len(series) + 1) if has_converged(series[:k], policy))
     first = next(found, None)
     return None if first is None else first + policy.window - 1
 

@@ -36,10 +36,10 @@ from piecework.plans.question import ask
 from piecework.strategies.distillation.feddf.server_training import (
     AdamPiece,
     Ensemble,
-    averaged,
+    average_logits,
     consensus,
     consensus_loss,
-    distilled,
+    distil,
     divergence,
     likeness_loss,
     logits_of,
@@ -78,7 +78,7 @@ THREE = [[1.0, 0.0], [0.0, -6.0], [1.0, 3.0]]
 
 def test_averaged_logits() -> None:
     expected = torch.tensor([[1.0, 4 / 3], [8 / 3, -4 / 3], [5 / 3, 3.0]])
-    torch.testing.assert_close(averaged(ensemble(ONE, TWO, THREE)), expected)
+    torch.testing.assert_close(average_logits(ensemble(ONE, TWO, THREE)), expected)
 
 
 def test_variance_weights_and_diversity_logits() -> None:
@@ -140,19 +140,19 @@ def test_logits_wait_on_disk_client_by_client() -> None:
         for client in range(clients):
             held.add(torch.full((50, 10), float(client)))
         with PeakMemory(None) as meter:
-            averaged(held)
+            average_logits(held)
             consensus(held)
         peaks.append(meter.peak)
-        assert float(averaged(held)[0, 0]) == pytest.approx((clients - 1) / 2)
+        assert float(average_logits(held)[0, 0]) == pytest.approx((clients - 1) / 2)
     assert peaks[0] == peaks[1] < 50 * 10 * 8 * 10
 
 
 def test_logits_far_above_the_others_are_excluded() -> None:
     held = ensemble(ONE, TWO, [[1000 * value for value in row] for row in THREE])
     assert held.distrust(10.0) == [2]
-    torch.testing.assert_close(averaged(held), averaged(ensemble(ONE, TWO)))
+    torch.testing.assert_close(average_logits(held), average_logits(ensemble(ONE, TWO)))
     assert held.distrust(0.0) == []
-    assert averaged(held).abs().max() > 300
+    assert average_logits(held).abs().max() > 300
 
 
 def a_model(batch_norm: str = "running") -> tuple[Any, ArrayRecord]:
@@ -170,14 +170,14 @@ def test_a_model_learns_its_teachers_answers(piece_class: Any) -> None:
     new = arrays
     for _ in range(3):
         rng = np.random.default_rng(0)
-        new, loss = distilled(blueprint, new, examples, targets, likeness_loss, training_config, rng, cap, **further)
+        new, loss = distil(blueprint, new, examples, targets, likeness_loss, training_config, rng, cap, **further)
         losses.append(loss)
     assert losses[2] < losses[0] / 2
     assert list(new) == list(arrays)
     assert [(a.shape, a.dtype) for a in new.values()] == [(a.shape, a.dtype) for a in arrays.values()]
     assert int(new["atoms.0.bn.num_batches_tracked"].numpy()) == 90
     one, other = (
-        distilled(
+        distil(
             blueprint,
             arrays,
             examples,

@@ -85,7 +85,7 @@ def test_entries_are_averaged_over_the_clients_that_had_them(
 ) -> None:
     """Eq. 5, from the messages themselves; what no client had is as it was, to the bit, before the kernels are put together."""
     made, aggregated = strategies(monkeypatch), list[ArrayRecord]()
-    composed = PriSM.composed
+    composed = PriSM.compose
     monkeypatch.setattr(
         PriSM, "composed", lambda self, whole, names: (aggregated.append(whole), composed(self, whole, names))[1]
     )
@@ -94,7 +94,7 @@ def test_entries_are_averaged_over_the_clients_that_had_them(
     (strategy,), (whole,) = made, aggregated
     sent, replies = training(grid.last.sent), training(grid.last.received)
     arrays = ArrayRecord({n: Array(a) for n, a in first_arrays(strategy.settings).items()})
-    before = strategy.factored(arrays)
+    before = strategy.factor(arrays)
     layer, checked = strategy.factors[1], 0
     clients = [*assigned(strategy).values()]
     held = [indices_of(each) for each in clients]

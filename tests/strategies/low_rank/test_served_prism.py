@@ -62,7 +62,7 @@ def test_channels_that_no_client_has_do_not_matter(tmp_path: Path, monkeypatch: 
             drawn[name][count:] = rng.standard_normal(drawn[name][count:].shape)
     redrawn = ArrayRecord({name: Array(value) for name, value in drawn.items()})
     x = images(strategy)
-    one, other = (outputs(strategy.cut.model, numpy_of(strategy.served(a)), x) for a in (arrays, redrawn))
+    one, other = (outputs(strategy.cut.model, numpy_of(strategy.serve(a)), x) for a in (arrays, redrawn))
     torch.testing.assert_close(one, other)
     plain = (outputs(strategy.cut.model, numpy_of(a), x) for a in (arrays, redrawn))
     assert (next(plain) - next(plain)).abs().max() > 0.01
@@ -106,7 +106,7 @@ def test_a_block_contributes_as_much_as_in_the_mean_over_draws_of_its_channels(
         small = vary(strategy.cut.model, each.task.variant)
         sent = SubModel(strategy, lambda drawn=drawn: strategy.drawn_indices(level, drawn))(arrays)  # type: ignore[misc]
         sums.append(contribution(small, numpy_of(sent)))
-    served = contribution(strategy.cut.model, numpy_of(strategy.served(arrays)))
+    served = contribution(strategy.cut.model, numpy_of(strategy.serve(arrays)))
     torch.testing.assert_close(torch.stack(sums).mean(0), served, rtol=1e-3, atol=1e-4)
     assert served.abs().max() > 0.1
 
@@ -116,7 +116,7 @@ def test_without_a_norm_a_kernel_counts_with_its_probability(tmp_path: Path, mon
     options = {"model": "deit-tiny", "architecture__options": "depth=1,patch=4", "architecture__width": 0.25}
     strategy, arrays = trained(tmp_path, monkeypatch, **options)
     assert not strategy.norms and len(strategy.factors) == 2
-    served = strategy.served(arrays)
+    served = strategy.serve(arrays)
     for layer in strategy.factors:
         sigma, v, u = (
             each if isinstance(each, np.ndarray) else each.numpy() for each in strategy.kernels(layer, arrays)
@@ -148,7 +148,7 @@ def test_which_layers_are_scaled(
     if options["model"] == "lenet5":
         options |= {"dataset": noise(tmp_path / "noise.npz", (28, 28), 256)}
     strategy, arrays = trained(tmp_path, monkeypatch, **{"architecture__width": 0.25} | options)
-    served, found = numpy_of(strategy.served(arrays)), set()
+    served, found = numpy_of(strategy.serve(arrays)), set()
     for layer in strategy.factors:
         weight = arrays[layer.weight].numpy()
         sigma, v, u = strategy.kernels(layer, arrays)
@@ -170,7 +170,7 @@ def test_which_layers_are_scaled(
 def test_gates_of_an_lstm_are_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"model": "lstm-imdb", "dataset": noise(tmp_path / "noise.npz", (6,), 1000, np.int64)}
     strategy, arrays = trained(tmp_path, monkeypatch, **options)
-    served = numpy_of(strategy.served(arrays))
+    served = numpy_of(strategy.serve(arrays))
     for layer in strategy.factors:
         sigma, v, u = strategy.kernels(layer, arrays)
         pi = inclusion(sigma, strategy.cut.shapes[0][layer.v][0], strategy.settings.of(PriSMSettings).kappa)
@@ -219,7 +219,7 @@ def test_mixed_clients_scale_by_their_mean_and_serve_the_largest(
     changes = {"model": "resnet10", "architecture__width": 0.125, "prism__keep_ratios": "0.5,0.25", "fleet": fleet}
     for channels, expected in (("random", [10 / 24] * 8), ("first", [1] * 4 + [0] * 4), ("all", [1] * 8)):
         strategy, arrays = trained(tmp_path / channels, monkeypatch, prism__output_channels=channels, **changes)
-        factor = strategy.served(arrays)["atoms.1.bn2.weight"].numpy() / arrays["atoms.1.bn2.weight"].numpy()
+        factor = strategy.serve(arrays)["atoms.1.bn2.weight"].numpy() / arrays["atoms.1.bn2.weight"].numpy()
         np.testing.assert_allclose(factor, expected, rtol=1e-6)
 
 
@@ -227,7 +227,7 @@ def test_orthdrop_serves_the_kernels_that_clients_have(tmp_path: Path, monkeypat
     fleet = fleet_json({"half": 0.5, "quarter": 0.25}, half=9.0, quarter=9.0)
     changes = {"strategy": "orthdrop", "prism__keep_ratios": "0.5,0.25", "fleet": fleet}
     strategy, arrays = trained(tmp_path, monkeypatch, **changes)
-    served = numpy_of(strategy.served(arrays))
+    served = numpy_of(strategy.serve(arrays))
     for layer in strategy.factors:
         rank = strategy.full[layer.v][0]
         assert np.linalg.matrix_rank(arrays[layer.weight].numpy().reshape(len(served[layer.weight]), -1)) == rank
@@ -271,5 +271,5 @@ def test_statistics_are_those_of_the_served_model(tmp_path: Path, monkeypatch: p
         return found[0].numpy()
 
     measured = saved["atoms.2.bn.running_mean"]
-    served, trained = means(numpy_of(strategy.served(arrays))), means(numpy_of(arrays))
+    served, trained = means(numpy_of(strategy.serve(arrays))), means(numpy_of(arrays))
     assert np.abs(measured - served).max() < 0.1 * np.abs(served - trained).max()

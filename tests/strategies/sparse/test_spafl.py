@@ -27,7 +27,7 @@ from safetensors.numpy import load_file
 import piecework
 from piecework.models.cascade import Blueprint, initial_state
 from piecework.models.compact import layout
-from piecework.models.masked import masked
+from piecework.models.masked import mask_model
 from piecework.models.model_file import ModelFileError
 from piecework.models.zoo import build_blueprint
 from piecework.planning.step_cost import piece_cost
@@ -55,7 +55,9 @@ LOSS = sparse_loss(0.01)
 def masked_model(settings: Settings) -> Blueprint:
     """The run's model with thresholds."""
     plain = blueprint_for(settings, open_dataset(settings.dataset, ""))
-    return masked(plain, settings.of(SpaFLSettings).straight_through, silent=settings.of(SpaFLSettings).silent_norms)
+    return mask_model(
+        plain, settings.of(SpaFLSettings).straight_through, silent=settings.of(SpaFLSettings).silent_norms
+    )
 
 
 def stores(run_dir: RunDir) -> Path:
@@ -264,7 +266,9 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path
         **SPAFL | {"dataset": f"npz:{few_digits()}", "model": "lenet5", "training__batch_size": batch_size}
     )
     plain = build_blueprint("lenet5", num_classes=10, input_shape=(1, 32, 32))
-    whole = masked(plain, settings.of(SpaFLSettings).straight_through, silent=settings.of(SpaFLSettings).silent_norms)
+    whole = mask_model(
+        plain, settings.of(SpaFLSettings).straight_through, silent=settings.of(SpaFLSettings).silent_norms
+    )
     cost = piece_cost(
         whole, (0, 1), "head", training_config_for(settings, 0.1), make_loss=LOSS, piece_class=SparseModel
     )
@@ -281,7 +285,7 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path
 
     examples, forms = random_examples(4 * batch_size, (1, 32, 32)), []
     for kept in (0.98, 0.85, 0.5, 0.2):
-        client = a_client(tmp_path / str(kept), settings.changed({"spafl.masked-every": 0}), blueprint=whole)
+        client = a_client(tmp_path / str(kept), settings.with_values({"spafl.masked-every": 0}), blueprint=whole)
         trainer = SparseTrainer(client, client.training_config, make(kept), LOSS, None, layout(plain, whole))
         for _ in range(2):
             trainer.epoch(examples, client.rng("batches"), client.cap, "train")

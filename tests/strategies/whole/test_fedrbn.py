@@ -43,7 +43,7 @@ from piecework.server_app.records import RunDir
 from piecework.strategies.whole.fedrbn import client as fedrbn
 from piecework.strategies.whole.fedrbn.client import adversarial_loss, learner
 from piecework.strategies.whole.fedrbn.detector import DetectingPiece, fit_detector
-from piecework.strategies.whole.fedrbn.server import begun, propagated, similarity
+from piecework.strategies.whole.fedrbn.server import begin_statistics, propagate, similarity
 from piecework.training.attacks import by_backward, pgd
 from piecework.training.loop import start, train_step
 from piecework.training.setup import image_attack, open_dataset
@@ -193,7 +193,7 @@ def test_statistics_propagate_by_softmax_weights() -> None:
     """Similarities 1 and 0.99: a temperature of 0.01 makes weights e / (e + 1) and 1 / (e + 1)."""
     angle = math.acos(0.98)
     near, far = sets([[1, 0], [1, 0]], 10.0), sets([[math.cos(angle), math.sin(angle)], [1, 0]], 20.0, batches=7)
-    found = propagated(sets([[1, 0], [1, 0]], -1.0), [near, far])
+    found = propagate(sets([[1, 0], [1, 0]], -1.0), [near, far])
     expected = (math.e * 10 + 20) / (math.e + 1)
     np.testing.assert_allclose(found["a.adversarial_running_mean"], [expected] * 2, rtol=1e-4)
     np.testing.assert_allclose(found["a.adversarial_running_var"], [expected] * 2, rtol=1e-4)
@@ -215,7 +215,7 @@ def test_a_round_by_hand(one_round: tuple[RunDir, RecordingGrid]) -> None:
     replies = training(grid.received)
     sent = [arrays_of(reply) for reply in replies]
     weights = np.array([examples_of(reply) for reply in replies]) / sum(examples_of(reply) for reply in replies)
-    sent[1] |= propagated(sent[1], [sent[0], sent[2]])
+    sent[1] |= propagate(sent[1], [sent[0], sent[2]])
     model = model_of(run_dir)
     for name, array in model.items():
         if np.issubdtype(array.dtype, np.floating):
@@ -263,7 +263,7 @@ def test_local_statistics_stay_and_adversarial_ones_come_from_the_server(
     run_dir, grid, _ = two_rounds
     tasks, replies = training(grid.sent), training(grid.received)
     first = [arrays_of(reply) for reply in replies[:3]]
-    handed = propagated(first[1], [first[0], first[2]])
+    handed = propagate(first[1], [first[0], first[2]])
     for client, message in enumerate(tasks[3:]):
         sent = arrays_of(message)
         expected = handed if client == 1 else first[client]
@@ -299,9 +299,9 @@ def test_the_first_adversarial_round_is_measured_from_the_clean_set(tmp_path: Pa
             "a.adversarial_num_batches_tracked": Array(np.array(0)),
         }
     )
-    first = begun(sent)
+    first = begin_statistics(sent)
     assert [float(first[f"a.adversarial_running_{name}"].numpy()[0]) for name in ("mean", "var")] == [3.0, 5.0]
-    used = begun(ArrayRecord({**sent, "a.adversarial_num_batches_tracked": Array(np.array(4))}))
+    used = begin_statistics(ArrayRecord({**sent, "a.adversarial_num_batches_tracked": Array(np.array(4))}))
     assert [float(used[f"a.adversarial_running_{name}"].numpy()[0]) for name in ("mean", "var")] == [0.0, 1.0]
 
     changes = {

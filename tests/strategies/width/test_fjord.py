@@ -28,7 +28,7 @@ from piecework.models.channels import channel_axes
 from piecework.models.nested_norms import NestedNorms
 from piecework.models.static_norms import is_statistic
 from piecework.models.variant import Variant, vary
-from piecework.models.width import ordered, shapes, sub_indices, take
+from piecework.models.width import shapes, sub_indices, take, take_first
 from piecework.models.zoo import build_blueprint
 from piecework.planning import costs
 from piecework.planning.part import whole_model
@@ -53,7 +53,7 @@ def test_a_narrow_net_is_made_of_the_first_channels(
         z, y = torch.randn(6, *shape), torch.arange(6)
         for parameter in piece.parameters():  # so that the norms of the two nets differ
             parameter.data += 0.1 * torch.randn_like(parameter)
-    indices = sub_indices(channel_axes(full), shapes(full), shapes(half), ordered)
+    indices = sub_indices(channel_axes(full), shapes(full), shapes(half), take_first)
     arrays = {f"{unit}.{k}": v for unit, module in piece.units().items() for k, v in module.state_dict().items()}
 
     def load(unit: str) -> torch.nn.Module:
@@ -149,7 +149,7 @@ def test_the_widest_trained_net_is_served(tmp_path: Path, changes: dict[str, Any
     name, shape = changes.get("model", "convnet"), (1, 8, 8) if changes["dataset"] == FEW else (1, 32, 32)
     model = build_blueprint(name, num_classes=10, input_shape=shape, batch_norm="batch")
     half = shapes(vary(model, Variant(width=0.5, rounding="up")))
-    indices = sub_indices(channel_axes(model), shapes(model), half, ordered)
+    indices = sub_indices(channel_axes(model), shapes(model), half, take_first)
     own = {name.replace("_0_5", ""): name for name in trained if name.endswith("_0_5")}
     assert bool(own) == (name == "convnet" and "fjord__norms" not in changes)
     assert half.keys() == {name for name in saved if not is_statistic(name)}
@@ -221,8 +221,8 @@ def test_following_the_channels_is_no_part_of_a_steps_cost(monkeypatch: pytest.M
     blueprint = a_blueprint()
     policy = FjORDCut(blueprint, costs.cost_model_for(settings, blueprint), settings, method=FjORD)
     channel_axes.cache_clear()
-    nested, alone = (policy.cost_model.traced(part).flops for part in (policy.step(0, 0), whole_model(blueprint)))
-    again = policy.cost_model.traced(policy.step(0, 1)).flops
+    nested, alone = (policy.cost_model.trace(part).flops for part in (policy.step(0, 0), whole_model(blueprint)))
+    again = policy.cost_model.trace(policy.step(0, 1)).flops
     channel_axes.cache_clear()
     costs._TRACED.clear()
-    assert (nested, policy.cost_model.traced(policy.step(0, 1)).flops) == (alone, again)
+    assert (nested, policy.cost_model.trace(policy.step(0, 1)).flops) == (alone, again)

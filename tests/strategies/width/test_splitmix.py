@@ -25,11 +25,11 @@ from torch.nn import functional as F
 
 from piecework import load
 from piecework.models.cascade import Cascade, initial_state
-from piecework.models.mix import mixed, net_of
+from piecework.models.mix import mix_nets, net_of
 from piecework.models.zoo import build_blueprint
 from piecework.server_app.records import read_checkpoint
 from piecework.strategies.width.splitmix.client import mixed_loss
-from piecework.training.examples import normalised
+from piecework.training.examples import normalise
 from piecework.training.loop import PieceModel
 
 # Four nets of a quarter of the channels; clients train three, two and one of them.
@@ -47,7 +47,7 @@ SMALL: dict[str, Any] = TRIO | {
 )
 def test_a_mix_is_the_mean_of_its_nets(name: str, shape: tuple[int, ...]) -> None:
     base = build_blueprint(name, num_classes=10, input_shape=shape, width=0.25, batch_norm="batch")
-    whole = Cascade(mixed(base, [4, 7])).eval()
+    whole = Cascade(mix_nets(base, [4, 7])).eval()
     x = torch.randint(1000, (3, *shape)) if base.vocabulary else torch.rand(3, *shape)
     found = []
     for net in (4, 7):
@@ -62,14 +62,14 @@ def test_a_mix_is_the_mean_of_its_nets(name: str, shape: tuple[int, ...]) -> Non
 def test_a_scaler_begins_with_small_weights_and_divides_outputs() -> None:
     """LeNet-5 at a = 1/4 has no norms: two convolutions and two linear layers, of which the first begins as without."""
     base = build_blueprint("lenet5", num_classes=10, input_shape=(1, 32, 32), width=0.25)
-    plain, scaled = (dict(initial_state(mixed(base, [0], ratio), 1)) for ratio in (1.0, 0.25))
+    plain, scaled = (dict(initial_state(mix_nets(base, [0], ratio), 1)) for ratio in (1.0, 0.25))
     first, last = "atoms.0.0.conv.weight", "head.0.fc2.weight"
     assert [*plain] == [first, "atoms.1.0.conv.weight", "head.0.fc1.weight", last]
     for name, value in plain.items():
         torch.testing.assert_close(scaled[name], value if name == first else value / 2)
-    by_hand = Cascade(mixed(base, [0]))
+    by_hand = Cascade(mix_nets(base, [0]))
     by_hand.load_state_dict({name: value if name == last else value / 0.25 for name, value in scaled.items()})
-    whole = Cascade(mixed(base, [0], 0.25))
+    whole = Cascade(mix_nets(base, [0], 0.25))
     whole.load_state_dict(scaled)
     x = torch.rand(3, 1, 32, 32)
     torch.testing.assert_close(whole(x), by_hand(x))
@@ -90,7 +90,7 @@ def test_nets_of_a_run_are_rescaled_unless_the_scaler_is_off(tmp_path: Path) -> 
 def test_one_step_is_a_step_of_each() -> None:
     base = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), width=0.25, batch_norm="batch")
     x, y = torch.rand(6, 1, 8, 8), torch.arange(6)
-    blueprint = mixed(base, [0, 1])
+    blueprint = mix_nets(base, [0, 1])
     state = dict(initial_state(blueprint, 3))
 
     def load_unit(unit: str) -> torch.nn.Module:
@@ -163,7 +163,7 @@ def test_the_model_of_a_run_can_be_used(tmp_path: Path) -> None:
     data = digits()
     model = load(run.path, normalise=False)
     with torch.no_grad():
-        assert model(normalised(data.test_inputs[:5], data)).shape == (5, 10)
+        assert model(normalise(data.test_inputs[:5], data)).shape == (5, 10)
 
 
 def test_local_norms_are_refused(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from piecework.federation.aggregation import UpdateRejectedError
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
 from piecework.models.variant import Variant, vary
-from piecework.models.width import ordered, shapes, sub_indices, take
+from piecework.models.width import shapes, sub_indices, take, take_first
 from piecework.models.zoo import build_blueprint
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
@@ -179,7 +179,7 @@ def test_the_widest_trained_net_is_served(tmp_path: Path) -> None:
     np.testing.assert_array_equal(saved[last], trained[last][:, : saved[last].shape[1]])
     full = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="batch")
     half = vary(full, Variant(width=0.5, rounding="up"))
-    indices = sub_indices(channel_axes(full), shapes(full), shapes(half), ordered)
+    indices = sub_indices(channel_axes(full), shapes(full), shapes(half), take_first)
     narrow = filled(half, {name: take(trained[name], where) for name, where in indices.items()})
     scale_up(narrow, input_ratios(half, full))
     with np.load(few_digits()) as data, torch.no_grad(), warnings.catch_warnings():
