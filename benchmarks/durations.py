@@ -185,23 +185,23 @@ def work_of(settings: Settings) -> Work:
     own = settings.dataset.startswith("npz:")
     question = PlanQuestion(shape, classes, FEMNIST[2] // settings.clients) if own else ask(settings)
     planner, states = planner_for(load_fleet(settings.fleet), settings, question)
-    policy = planner.cut
+    cut = planner.cut
     seen = local_work(settings, question.examples)[1]
-    rounds = stage_rounds(settings, policy)
-    clean = settings.attack.warmup / max(1, rounds[0]) if policy.cost_model.training_config.attack else 0.0
+    rounds = stage_rounds(settings, cut)
+    clean = settings.attack.warmup / max(1, rounds[0]) if cut.cost_model.training_config.attack else 0.0
     client, asked = [], states[0] if load_fleet(settings.fleet).memories else states[0][:20]
     slowest = min(state.flops_per_second for state in asked)
-    for stage in range(len(policy.stages)):
+    for stage in range(len(cut.stages)):
         parts = [parts_of(planner, stage, state, slowest) for state in asked]
         flops = [
-            clean * work_flops(policy.cost_model.unattacked, some, [seen] * len(some))
-            + (1 - clean) * work_flops(policy.cost_model, some, [seen] * len(some))
+            clean * work_flops(cut.cost_model.unattacked, some, [seen] * len(some))
+            + (1 - clean) * work_flops(cut.cost_model, some, [seen] * len(some))
             for some in parts
             if some
         ]
         client.append(fmean(flops))
-    step = policy.cost_model.trace(whole_model(policy.blueprint)).flops  # random data train all that they can
-    return Work(client, rounds, other_flops(settings, policy, question.examples), step)
+    step = cut.cost_model.trace(whole_model(cut.blueprint)).flops  # random data train all that they can
+    return Work(client, rounds, other_flops(settings, cut, question.examples), step)
 
 
 def parts_of(planner: Planner, stage: int, state: DeviceState, slowest: float) -> list[Part]:
@@ -212,9 +212,9 @@ def parts_of(planner: Planner, stage: int, state: DeviceState, slowest: float) -
         return []
 
 
-def stage_rounds(settings: Settings, policy: Cut) -> list[int]:
+def stage_rounds(settings: Settings, cut: Cut) -> list[int]:
     """Return how many rounds train each stage of a plan at most; a map of ProFL counts as a round of its block."""
-    count, own = len(policy.stages), settings.of(ProFLSettings)
+    count, own = len(cut.stages), settings.of(ProFLSettings)
     if settings.strategy == "fedprophet":
         return [settings.of(FedProphetSettings).stage_rounds or settings.num_rounds // count] * count
     if settings.strategy != "profl":
@@ -223,13 +223,13 @@ def stage_rounds(settings: Settings, policy: Cut) -> list[int]:
     return [own.stage_rounds] + [own.stage_rounds * (1 + twice) + own.distil_rounds * twice] * (count - 1)
 
 
-def other_flops(settings: Settings, policy: Cut, examples: int) -> float:
+def other_flops(settings: Settings, cut: Cut, examples: int) -> float:
     """Return the FLOPs of evaluating, of measuring norms, and of the validation that steers FedProphet and jFAT."""
-    forward = whole_model(policy.model).forward_flops
+    forward = whole_model(cut.model).forward_flops
     each = TEST.get(settings.dataset, 10_000) * forward
     if settings.measures_norms:
         each += (settings.clients_per_round or settings.clients) * examples * forward
-    attacks = policy.cost_model.training_config.attack is not None
+    attacks = cut.cost_model.training_config.attack is not None
     per_attack = (2 * settings.evaluation.attack_steps + 1) * forward
     each += settings.evaluation.attack_examples * per_attack if attacks else 0
     total = each * settings.num_rounds / settings.evaluation.every
@@ -239,7 +239,7 @@ def other_flops(settings: Settings, policy: Cut, examples: int) -> float:
         fraction = settings.data.validation_fraction
         images = clients * examples * fraction / (1 - fraction)
         lengths, done = [], 0.0  # the attack goes through all modules up to the stage's
-        for stage in policy.stages:
+        for stage in cut.stages:
             done += stage.parts[0].forward_flops
             lengths.append(done / forward)
         total += settings.num_rounds * fmean(lengths) * images * (per_attack + forward)

@@ -71,8 +71,8 @@ class How:
 
 
 @cache
-def policy_for(flags: str) -> FedProphetCut:
-    """Return FedProphet's policy for a table's model and R_min, with the authors' memory model."""
+def cut_for(flags: str) -> FedProphetCut:
+    """Return FedProphet's cut for a table's model and R_min, with the authors' memory model."""
     settings, question = asked(flags)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     cost_model = cost_model_for(settings, blueprint, ATTACK_STEPS)
@@ -82,10 +82,10 @@ def policy_for(flags: str) -> FedProphetCut:
 @cache
 def batches(setting: Setting, atoms: Piece, how: How) -> tuple[tuple[Batch, int], ...]:
     """Return the batches of a client's round on a piece with their counts. The memory of a full batch is MemReq."""
-    policy = policy_for(setting.flags)
-    part, size = policy.part(policy.item(atoms)), policy.settings.training.batch_size
-    features = policy.cost_model.bytes(part) // 4 - 3 * part.parameters
-    flops = policy.cost_model.trace(part).flops if how.true_flops else 2 * macs(part, size) * (1 + how.attack_steps)
+    cut = cut_for(setting.flags)
+    part, size = cut.part(cut.item(atoms)), cut.settings.training.batch_size
+    features = cut.cost_model.bytes(part) // 4 - 3 * part.parameters
+    flops = cut.cost_model.trace(part).flops if how.true_flops else 2 * macs(part, size) * (1 + how.attack_steps)
     full, left_over = divmod(setting.examples, size)
     short = ITERATIONS // (full + 1) if how.remainder else 0
     steps = how.attack_steps if how.attack_swaps else 0
@@ -121,7 +121,7 @@ def draw(fleet: Fleet, seeds: Sequence[int], rounds: int) -> Rounds:
 
 def whole_model(setting: Setting) -> Piece:
     """Return all atoms."""
-    return tuple(chain(*(stage.parts[0].atoms for stage in policy_for(setting.flags).stages)))
+    return tuple(chain(*(stage.parts[0].atoms for stage in cut_for(setting.flags).stages)))
 
 
 def of_round(tasks: Sequence[Seconds], how: How) -> Seconds:
@@ -137,12 +137,12 @@ def jfat(setting: Setting, drawn: Rounds, how: How) -> list[Seconds]:
 
 def fedprophet(setting: Setting, drawn: Rounds, how: How, dma: bool = True) -> list[list[Seconds]]:
     """Return the seconds of FedProphet's rounds, as if all were of stage 1, of stage 2, ..."""
-    policy, stages = policy_for(setting.flags), []
-    for stage, (module, *_) in enumerate(each.parts for each in policy.stages):
+    cut, stages = cut_for(setting.flags), []
+    for stage, (module, *_) in enumerate(each.parts for each in cut.stages):
         rounds = []
         for states in drawn:
             slowest = min(state.flops_per_second for state in states)
-            pieces = [policy.choose_atoms(stage, state, slowest) if dma else module.atoms for state in states]
+            pieces = [cut.choose_atoms(stage, state, slowest) if dma else module.atoms for state in states]
             work = [batches(setting, piece, how) for piece in pieces]
             rounds.append(of_round(list(map(client_seconds, states, work)), how))
         stages.append(rounds)

@@ -19,11 +19,11 @@ from benchmarks.fedprophet_rounds import (
     Seconds,
     batches,
     client_seconds,
+    cut_for,
     draw,
     fedprophet,
     fleet_of,
     jfat,
-    policy_for,
     whole_model,
 )
 from benchmarks.tables.shared import table
@@ -71,7 +71,7 @@ def stage_table(seeds: Sequence[int], rounds: int) -> str:
     rows = []
     for setting in SETTINGS:
         drawn = draw(fleet_of(setting, True), seeds, rounds)
-        modules = [f"{m} {label(stage.parts[0])}" for m, stage in enumerate(policy_for(setting.flags).stages, start=1)]
+        modules = [f"{m} {label(stage.parts[0])}" for m, stage in enumerate(cut_for(setting.flags).stages, start=1)]
         found = [map(split, fedprophet(setting, drawn, How(), dma)) for dma in (True, False)]
         rows += [[setting.name, *row] for row in zip(modules, *found, strict=True)]
     return table(["setting", "module", "with DMA", "without"], rows)
@@ -105,8 +105,8 @@ def short_table(seeds: Sequence[int], rounds: int) -> str:
         drawn, work = draw(fleet, seeds, rounds), batches(setting, whole, How())
         slowest = [max(states, key=lambda state: sum(client_seconds(state, work))) for states in drawn]
         budgets = [[state.budget_bytes for state in states] for states in (chain(*drawn), slowest)]
-        policy = policy_for(setting.flags)
-        limits = policy.bytes(policy.item(whole)) - 1, fleet.memory_floor
+        cut = cut_for(setting.flags)
+        limits = cut.bytes(cut.item(whole)) - 1, fleet.memory_floor
         rows.append([setting.name, *(f"{fmean(b <= limit for b in some):.0%}" for some in budgets for limit in limits)])
     return table(["setting", "short", "on the floor", "slowest is short", "slowest is on the floor"], rows)
 

@@ -78,21 +78,21 @@ def cell(costs: CostModel, plain: Part, part: Part, factor: float) -> str:
 
 def largest(costs: CostModel, strategy: str, settings: Settings) -> int:
     """Return the bytes of the largest piece when a strategy cuts the model as finely as it can."""
-    policy = finest(costs, strategy, settings)
-    if isinstance(policy, ProFLCut):  # whose clients also run the frozen blocks, one atom at a time
-        return policy.largest()[1]
-    return max(costs.bytes(part) for stage in policy.stages for part in stage.parts)
+    cut = finest(costs, strategy, settings)
+    if isinstance(cut, ProFLCut):  # whose clients also run the frozen blocks, one atom at a time
+        return cut.largest()[1]
+    return max(costs.bytes(part) for stage in cut.stages for part in stage.parts)
 
 
 def finest(costs: CostModel, strategy: str, settings: Settings) -> Cut:
-    """Return the policy that cuts a model as finely as a strategy can, so that every atom is in a piece."""
-    policy = find_method(strategy).make_cut(costs.reference, costs, settings.with_values({"strategy": strategy}))
+    """Return the cut of a model that is as fine as a strategy can, so that every atom is in a piece."""
+    cut = find_method(strategy).make_cut(costs.reference, costs, settings.with_values({"strategy": strategy}))
     alone = (
-        [policy.needed_bytes(policy.item((atom,))) for atom in range(len(policy.blueprint.atoms))]
-        if policy.can.single_atoms
+        [cut.needed_bytes(cut.item((atom,))) for atom in range(len(cut.blueprint.atoms))]
+        if cut.can.single_atoms
         else []
     )
-    return policy.with_smallest(max(policy.min_budget(), *alone, 0))
+    return cut.with_smallest(max(cut.min_budget(), *alone, 0))
 
 
 def step_seconds(costs: CostModel, part: Part) -> float:

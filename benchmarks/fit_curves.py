@@ -53,10 +53,10 @@ def main() -> None:
         print(name, "whole", *shown(curves[name]), flush=True)
         for strategy in CUTS:
             own = settings.with_values({"strategy": strategy})
-            policies = [finest(each, strategy, own) for each in (costs, fitted)]
-            cut = [[part for stage in policy.stages for part in stage.parts] for policy in policies]
+            finest_cuts = [finest(each, strategy, own) for each in (costs, fitted)]
+            pieces = [[part for stage in cut.stages for part in stage.parts] for cut in finest_cuts]
             sizes = [largest(each, strategy, own) for each in (costs, fitted)]
-            points = [relative(n, cascade_seconds(costs, parts), unit) for n, parts in zip(sizes, cut, strict=True)]
+            points = [relative(n, cascade_seconds(costs, parts), unit) for n, parts in zip(sizes, pieces, strict=True)]
             cuts[name, strategy] = points
             print(name, strategy, *shown(points), flush=True)
     draw(curves, cuts, asked.picture)

@@ -139,8 +139,8 @@ class ClientReport:
         self.counted_bits = bits(*cut.traffic(parts).values)
         dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))
         self.counted_flops = executed * dense
-        wire = self.bytes_down, self.bytes_up
-        self.simulated_seconds = work_seconds(cut, cost_model, parts, seen, state, wire, executed)
+        message_bytes = self.bytes_down, self.bytes_up
+        self.simulated_seconds = work_seconds(cut, cost_model, parts, seen, state, message_bytes, executed)
 
     def read(self, answer: Answer) -> None:
         """Copy the remark and the metrics of an answer, which are in range."""

@@ -89,10 +89,10 @@ def trainable(planner: Planner, stage: int, state: DeviceState, slowest: float) 
         return []
 
 
-def learned_names(policy: Cut, items: Sequence[WorkItem], seen: Sequence[int]) -> list[str]:
+def learned_names(cut: Cut, items: Sequence[WorkItem], seen: Sequence[int]) -> list[str]:
     """Return the names of the parts that a client trained: those of its work items with at least one example in `seen`."""
-    trained = {unit for item, n in zip(items, seen, strict=True) if n for unit in in_model(policy, policy.part(item))}
-    return [name for unit, name in part_names(policy.blueprint).items() if unit in trained]
+    trained = {unit for item, n in zip(items, seen, strict=True) if n for unit in in_model(cut, cut.part(item))}
+    return [name for unit, name in part_names(cut.blueprint).items() if unit in trained]
 
 
 def trained_rows(
@@ -183,14 +183,12 @@ def any_can_train(planner: Planner, trainers: Mapping[int, Trainer]) -> bool:
     )
 
 
-def judge_untrained(policy: Cut, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
+def judge_untrained(cut: Cut, said: str, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> Finding:
     """Return the finding for parts that no client can train. `parts` are those of them that are not pretrained."""
     if not parts:
         return Finding("note", f"{said}: these parts keep the weights of training.init-weights")
-    said += (
-        f", so {'they keep' if len(parts) > 1 else 'it keeps'} random initial weights{needs(policy, parts, trainers)}"
-    )
-    if policy.settings.faults.allow_untrained:
+    said += f", so {'they keep' if len(parts) > 1 else 'it keeps'} random initial weights{needs(cut, parts, trainers)}"
+    if cut.settings.faults.allow_untrained:
         return Finding("warning", f"{said} (faults.allow-untrained = true)")
     return Finding(
         "error",
@@ -199,12 +197,12 @@ def judge_untrained(policy: Cut, said: str, parts: Sequence[str], trainers: Mapp
     )
 
 
-def needs(policy: Cut, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> str:
+def needs(cut: Cut, parts: Sequence[str], trainers: Mapping[int, Trainer]) -> str:
     """Return in words the bytes that the first part needs and the richest client has, or "" if it is never trained alone."""
-    atom = next((n for n, atom in enumerate(policy.blueprint.atoms) if atom.name == parts[0]), None)
-    if atom is None or not policy.can.single_atoms:
+    atom = next((n for n, atom in enumerate(cut.blueprint.atoms) if atom.name == parts[0]), None)
+    if atom is None or not cut.can.single_atoms:
         return ""
-    needed = policy.needed_bytes(policy.item((atom,)))
+    needed = cut.needed_bytes(cut.item((atom,)))
     maximum = richest(each.state for each in trainers.values()).budget_bytes
     return f": {parts[0]} needs {needed:,} bytes, and the richest client has {maximum:,}"
 

@@ -186,7 +186,7 @@ class Cut:
 
     @property
     def stage_count(self) -> int:
-        """The number of stages, also for a policy that cuts the model separately for each device."""
+        """The number of stages, also for a cut that is made separately for each device."""
         return len(self.stages) if self.can.stages else 1
 
     def traffic(self, parts: list[Part]) -> Traffic:

@@ -22,7 +22,7 @@ Needed = Callable[[int, int, str], int]
 
 
 def evaluation_steps(
-    policy: "Cut", blueprint: Blueprint, atoms: Piece, head: str, allowed: int, examples: int
+    cut: "Cut", blueprint: Blueprint, atoms: Piece, head: str, allowed: int, examples: int
 ) -> list[EvaluationStep]:
     """Return the step in which a client with `examples` evaluates atoms and a head, with one atom in memory at a time.
 
@@ -30,14 +30,14 @@ def evaluation_steps(
     """
 
     def count_bytes(_: int, size: int, __: str) -> int:
-        last, streamed = atoms[-1], policy.cost_model.trace_inference
+        last, streamed = atoms[-1], cut.cost_model.trace_inference
         return max(streamed(blueprint, a, head if a == last else None, evaluated=True, size=size) for a in atoms)
 
-    return choose_step(policy, blueprint, count_bytes, allowed, examples)
+    return choose_step(cut, blueprint, count_bytes, allowed, examples)
 
 
 def choose_step(
-    policy: "Cut",
+    cut: "Cut",
     blueprint: Blueprint,
     needed: Needed,
     allowed: int,
@@ -51,10 +51,10 @@ def choose_step(
     `ways` are those to hold the model, preferred first and smallest last. Where budgets are not enforced, or there are no
     examples, the step is a whole batch, and nothing is traced.
     """
-    batch = batch or policy.cost_model.training_config.batch_size
-    if policy.swaps or policy.cost_model.memory_model is not None or not examples:
+    batch = batch or cut.cost_model.training_config.batch_size
+    if cut.swaps or cut.cost_model.memory_model is not None or not examples:
         return [EvaluationStep(0)]
-    cuts = list(sizes(batch, examples, least_at_once(policy.settings, blueprint, batch)))
+    cuts = list(sizes(batch, examples, least_at_once(cut.settings, blueprint, batch)))
     for at_once, size in cuts if allowed else []:
         for held in ways:
             if (found := needed(at_once, size, held)) <= allowed:

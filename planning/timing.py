@@ -36,25 +36,25 @@ def work_flops(cost_model: CostModel, parts: Sequence[Part], seen: Sequence[int]
 
 
 def work_seconds(
-    policy: Cut,
+    cut: Cut,
     cost_model: CostModel,
     parts: Sequence[Part],
     seen: Sequence[int],
     state: DeviceState,
-    wire: tuple[int, int],
+    message_bytes: tuple[int, int],
     executed: float = 1.0,
 ) -> float:
     """Return the simulated seconds of a device that trains parts one after another, each on that many examples (`seen`).
 
-    `wire` is the bytes received and sent. Each part is read from disk once, its inputs with every batch. Under a policy that
+    `message_bytes` are those received and sent. Each part is read from disk once, its inputs with every batch. With a cut that
     swaps, there is one part, which may be larger than the device's memory, unless `memory.fit` fits its step.
     """
-    if policy.swaps and not any(part.step for part in parts):
+    if cut.swaps and not any(part.step for part in parts):
         (part,), (n,) = parts, seen
-        return swapped_seconds(policy.settings, cost_model, part, n, state, wire)
-    read = [p.copies * p.state_bytes + stored_bytes(policy.settings, p) * n for p, n in zip(parts, seen, strict=True)]
-    batches = sum(batches_of(policy.settings, n) for n in seen)
-    return simulated_seconds(state, work_flops(cost_model, parts, seen, executed), *wire, sum(read), batches)
+        return swapped_seconds(cut.settings, cost_model, part, n, state, message_bytes)
+    read = [p.copies * p.state_bytes + stored_bytes(cut.settings, p) * n for p, n in zip(parts, seen, strict=True)]
+    batches = sum(batches_of(cut.settings, n) for n in seen)
+    return simulated_seconds(state, work_flops(cost_model, parts, seen, executed), *message_bytes, sum(read), batches)
 
 
 def stored_bytes(settings: Settings, part: Part) -> int:
@@ -64,8 +64,8 @@ def stored_bytes(settings: Settings, part: Part) -> int:
 
 
 def swapped_seconds(
-    settings: Settings, cost_model: CostModel, part: Part, seen: int, state: DeviceState, wire: tuple[int, int]
+    settings: Settings, cost_model: CostModel, part: Part, seen: int, state: DeviceState, message_bytes: tuple[int, int]
 ) -> float:
     """Return the simulated seconds of a device that swaps to its disk if the part does not fit, by FedProphet's model."""
     steps = batches_of(settings, seen)
-    return task_seconds(state, [cost_model.batch(part, seen / steps)], *wire, times=steps)
+    return task_seconds(state, [cost_model.batch(part, seen / steps)], *message_bytes, times=steps)

@@ -1,6 +1,6 @@
 """FeDepth, Table 1: blocks and widths."""
 
-from benchmarks.tables.shared import COMPARED, MIB, beside, commands, full_bytes, policy_for, section, table
+from benchmarks.tables.shared import COMPARED, MIB, beside, commands, cut_for, full_bytes, section, table
 from piecework.planning.cut import label
 
 OF_FEDEPTH = "--model preresnet20 --strategy fedepth --memory-model fedepth --batch-size 32"
@@ -12,10 +12,10 @@ WIDTHS = {"0.125": "14.51", "0.1666667": "19.34", "0.3333333": "38.68", "0.5": "
 
 def text() -> str:
     """Return the section."""
-    policy, flags = policy_for(CUT), f"{OF_FEDEPTH} --set architecture.width="
-    alone = [policy.needed_bytes(policy.item((n,))) / MIB for n in range(len(policy.blueprint.atoms))]
+    cut, flags = cut_for(CUT), f"{OF_FEDEPTH} --set architecture.width="
+    alone = [cut.needed_bytes(cut.item((n,))) / MIB for n in range(len(cut.blueprint.atoms))]
     depth = [[f"B{n}", f"block{n}", *beside(mib, alone[n])] for n, mib in enumerate(DEPTH, start=1)]
-    cuts = ["; ".join(label(part) for part in policy_for(each).stages[0].parts) for each in (CUT, SINGLE)]
+    cuts = ["; ".join(label(part) for part in cut_for(each).stages[0].parts) for each in (CUT, SINGLE)]
     width = [[width, *beside(mib, full_bytes(flags + width) / MIB)] for width, mib in WIDTHS.items()]
     return section(
         "## FeDepth, Table 1: blocks and widths",

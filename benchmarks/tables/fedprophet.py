@@ -1,6 +1,6 @@
 """FedProphet, Tables 7 and 8: modules, their memory and FLOPs."""
 
-from benchmarks.tables.shared import COMPARED, MB, beside, commands, full_bytes, policy_for, section, table
+from benchmarks.tables.shared import COMPARED, MB, beside, commands, cut_for, full_bytes, section, table
 from piecework.planning.cut import label
 from piecework.planning.paper_memory.fedprophet import macs
 
@@ -14,11 +14,11 @@ RESNET34 = "148.6 3.9, 130.2 7.5, 130.2 7.5, 197.9 13.3, 221.6 28.1, 206.5 37.1,
 
 def modules(flags: str, printed: str, whole: str) -> str:
     """Tabulate modules of FedProphet: their atoms, MB, GFLOPs, and the whole model's MB."""
-    policy, rows = policy_for(flags), []
-    for figures, stage in zip(printed.split(", "), policy.stages, strict=True):
+    cut, rows = cut_for(flags), []
+    for figures, stage in zip(printed.split(", "), cut.stages, strict=True):
         (part,), (memory, flops) = stage.parts, figures.split()
-        found = macs(part, policy.settings.training.batch_size) / 10**9
-        rows.append([label(part), *beside(memory, policy.cost_model.bytes(part) / MB), *beside(flops, found)])
+        found = macs(part, cut.settings.training.batch_size) / 10**9
+        rows.append([label(part), *beside(memory, cut.cost_model.bytes(part) / MB), *beside(flops, found)])
     rows.append(["the whole model", *beside(whole, full_bytes(flags) / MB), *[""] * 4])
     names = "module", *(f"MB, {c}" for c in COMPARED), *(f"GFLOPs, {c}" for c in COMPARED)
     return table(names, rows)

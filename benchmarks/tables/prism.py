@@ -8,7 +8,7 @@ from math import ceil
 
 from torch import Tensor, nn
 
-from benchmarks.tables.shared import COMPARED, MB, beside, commands, layers_of, policy_for, section, table
+from benchmarks.tables.shared import COMPARED, MB, beside, commands, cut_for, layers_of, section, table
 from piecework.models.cascade import Atom, Blueprint
 from piecework.models.layers import stack_layers
 from piecework.models.low_rank import low_rank
@@ -84,7 +84,7 @@ def _thin_layer(layer: nn.Module, keep: float) -> nn.Module | None:
 
 def figures(part: Part) -> tuple[float, float, float]:
     """Return millions of parameters, "MACs" in 10^9, "Mem" in millions of elements, as the columns of Table 1."""
-    cost_model = policy_for(OF_PRISM).cost_model
+    cost_model = cut_for(OF_PRISM).cost_model
     flops = part.forward_flops * cost_model.training_config.batch_size
     return part.parameters / 10**6, flops / 10**9, cost_model.bytes(part) / 4 / 10**6
 
@@ -101,7 +101,7 @@ def submodels(printed: dict[float, str], parts: dict[float, Part]) -> str:
 def with_whole_shortcuts(full: Part, part: Part) -> tuple[float, float]:
     """Return millions of parameters and "MACs" in 10^9 of a sub-model with full shortcut convolutions."""
     params, macs, _ = figures(part)
-    batch = policy_for(OF_PRISM).cost_model.training_config.batch_size
+    batch = cut_for(OF_PRISM).cost_model.training_config.batch_size
     for sign, one in ((1, full), (-1, part)):
         shortcuts = [layer for layer in layers_of(one) if layer.on_shortcut and layer.kind == "Conv2d"]
         params += sign * sum(layer.parameters for layer in shortcuts) / 10**6
@@ -111,7 +111,7 @@ def with_whole_shortcuts(full: Part, part: Part) -> tuple[float, float]:
 
 def real(full: Part, parts: dict[float, Part]) -> str:
     """Return the table of the trained sub-models: counted as in Table 1, and with the traced peak of a step."""
-    cost_model = policy_for(OF_TRACED).cost_model
+    cost_model = cut_for(OF_TRACED).cost_model
     rows = []
     for keep, part in parts.items():
         peak = cost_model.bytes(part)
@@ -132,11 +132,11 @@ def real(full: Part, parts: dict[float, Part]) -> str:
 
 def text() -> str:
     """Return the section."""
-    policy = policy_for(OF_PRISM)
-    full = whole_model(policy.blueprint)
-    parts = {1.0: full} | {keep: whole_model(thin_everywhere(policy.blueprint, keep)) for keep in KEEP_RATIOS}
-    trained = {1.0: full} | {keep: whole_model(low_rank(policy.blueprint, keep)) for keep in KEEP_RATIOS}
-    fedhm = {keep: whole_model(low_rank(policy.blueprint, keep, narrow=False)) for keep in ORTHDROP}
+    cut = cut_for(OF_PRISM)
+    full = whole_model(cut.blueprint)
+    parts = {1.0: full} | {keep: whole_model(thin_everywhere(cut.blueprint, keep)) for keep in KEEP_RATIOS}
+    trained = {1.0: full} | {keep: whole_model(low_rank(cut.blueprint, keep)) for keep in KEEP_RATIOS}
+    fedhm = {keep: whole_model(low_rank(cut.blueprint, keep, narrow=False)) for keep in ORTHDROP}
     params, macs, memory = figures(parts[1.0])
     shortcuts = [with_whole_shortcuts(parts[1.0], parts[keep]) for keep in (0.4, 0.2)]
     unrounded = ", ".join(f"{1.5 * keep * memory:.2f}" for keep in KEEP_RATIOS)

@@ -11,9 +11,9 @@ from benchmarks.tables.shared import (
     Rows,
     beside,
     commands,
+    cut_for,
     deviation,
     participation,
-    policy_for,
     section,
     table,
 )
@@ -46,23 +46,23 @@ def plan_of(model: str) -> str:
 
 def part_of(flags: str, what: str, t: int = 1) -> Part:
     """Return a part of a model cut by ProFL: the `full` model, `block` t alone, `output` module t, or both, `step` t."""
-    policy = policy_for(flags)
+    cut = cut_for(flags)
     if what == "full":
-        return whole_model(policy.blueprint)
-    length, (step,) = len(blocks_of(policy.blueprint)[t - 1]), policy.stages[t - 1].parts
+        return whole_model(cut.blueprint)
+    length, (step,) = len(blocks_of(cut.blueprint)[t - 1]), cut.stages[t - 1].parts
     atoms = {"block": step.atoms[:length], "output": step.atoms[length:], "step": step.atoms}
     return replace(step, atoms=atoms[what])
 
 
 def by_formula(what: str, t: int = 1, flags: str = RES18) -> float:
     """Return the fitted formula's MB."""
-    return fitted_mb(part_of(flags, what, t), policy_for(flags).settings.training.batch_size)
+    return fitted_mb(part_of(flags, what, t), cut_for(flags).settings.training.batch_size)
 
 
 def implied(percent: int) -> tuple[float, float]:
     """Return the interval (above the first MB, at most the second) of a threshold that this many of 100 devices reach."""
-    policy = policy_for(RES18)
-    states = fleet_states(load_fleet(policy.settings.fleet), policy.settings, policy.cost_model.reference_bytes)[0]
+    cut = cut_for(RES18)
+    states = fleet_states(load_fleet(cut.settings.fleet), cut.settings, cut.cost_model.reference_bytes)[0]
     memories = sorted((state.budget_bytes / MB for state in states), reverse=True)
     return memories[percent], memories[percent - 1] if percent else inf
 

@@ -1,6 +1,6 @@
-"""Helpers of all sections: the policy and figures for the command line of a plan, and the comparison of figures.
+"""Helpers of all sections: the cut and figures for the command line of a plan, and the comparison of figures.
 
-Each section gives the command line of `piecework plan`, and `policy_for` reads the same text.
+Each section gives the command line of `piecework plan`, and `cut_for` reads the same text.
 """
 
 import shlex
@@ -47,8 +47,8 @@ def asked(flags: str) -> tuple[Settings, PlanQuestion]:
 
 
 @cache
-def policy_for(flags: str) -> Cut:
-    """Return the policy that `piecework plan FLAGS` follows, for the budget in the flags."""
+def cut_for(flags: str) -> Cut:
+    """Return the cut that `piecework plan FLAGS` describes, for the budget in the flags."""
     settings, question = asked(flags)
     about = question.input_shape, question.num_classes
     blueprint = blueprint_of_shape(settings, *about)
@@ -60,18 +60,18 @@ def policy_for(flags: str) -> Cut:
 
 def full_bytes(flags: str) -> int:
     """Return `full_memory_bytes` of the plan."""
-    policy = policy_for(flags)
-    return policy.cost_model.bytes(whole_model(policy.blueprint))
+    cut = cut_for(flags)
+    return cut.cost_model.bytes(whole_model(cut.blueprint))
 
 
 def participation(flags: str, stage: int = 0) -> float:
     """Return `participation` of a stage: the fraction of the fleet's devices that have something to train."""
-    policy = policy_for(flags)
-    states = fleet_states(load_fleet(policy.settings.fleet), policy.settings, policy.cost_model.reference_bytes)[0]
+    cut = cut_for(flags)
+    states = fleet_states(load_fleet(cut.settings.fleet), cut.settings, cut.cost_model.reference_bytes)[0]
     slowest, taking_part = min(state.flops_per_second for state in states), 0
     for state in states:
         try:
-            taking_part += bool(find_method(policy.settings.strategy)(policy).parts(stage, state, slowest))
+            taking_part += bool(find_method(cut.settings.strategy)(cut).parts(stage, state, slowest))
         except MemoryBudgetExceededError:
             continue
     return taking_part / len(states)

@@ -1,6 +1,6 @@
 """Compare the models' parameters with published counts."""
 
-from benchmarks.tables.shared import COMPARED, OF_PROFL, beside, count, policy_for, section, table
+from benchmarks.tables.shared import COMPARED, OF_PROFL, beside, count, cut_for, section, table
 from piecework.models.zoo import MODELS
 
 SIZES = [  # flags, what is counted, the published figure, its source
@@ -23,10 +23,10 @@ def text() -> str:
     """Return the section."""
     rows = []
     for flags, what, printed, source in SIZES:
-        found = count(policy_for(flags).blueprint, what.removesuffix(" in 10^6"))
+        found = count(cut_for(flags).blueprint, what.removesuffix(" in 10^6"))
         rows.append([f"`{flags}`", what, source, *beside(printed, found / 10**6 if "10^6" in what else found)])
     known = {flags.split()[1] for flags, *_ in SIZES}
-    others = {n: count(policy_for(f"--model {n}").blueprint, "parameters") for n in sorted(MODELS) if n not in known}
+    others = {n: count(cut_for(f"--model {n}").blueprint, "parameters") for n in sorted(MODELS) if n not in known}
     return section(
         "## Parameters",
         """`parameters` of `piecework plan FLAGS --json`. Weights are those of convolutions and linear layers without biases,

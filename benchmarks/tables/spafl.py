@@ -1,6 +1,6 @@
 """SpaFL: thresholds, and Table 2's communication and FLOPs."""
 
-from benchmarks.tables.shared import COMPARED, beside, commands, count, policy_for, section, table
+from benchmarks.tables.shared import COMPARED, beside, commands, count, cut_for, section, table
 from piecework.models.masked import thresholds as thresholds_of
 from piecework.planning.counts import bits, dense_flops
 from piecework.planning.part import whole_model
@@ -28,7 +28,7 @@ FLOPS = {"FMNIST": ("10.345", 11), "CIFAR-10": ("12.382", 13), "CIFAR-100": ("8.
 
 def thresholds() -> list[int]:
     """Return the thresholds of the masked models."""
-    return [sum(thresholds_of(policy_for(flags).stages[0].parts[0].blueprint).values()) for flags, *_ in TAU]
+    return [sum(thresholds_of(cut_for(flags).stages[0].parts[0].blueprint).values()) for flags, *_ in TAU]
 
 
 def sent() -> list[tuple[str, str, float, str]]:
@@ -43,7 +43,7 @@ def sent() -> list[tuple[str, str, float, str]]:
     ]
     for method, fraction in (("FedAvg", 1.0), ("HeteroFL", 0.5)):
         for data, what in zip(DATA, ("parameters", "entries", "convolutions"), strict=True):
-            blueprint = policy_for(f"--model {DATA[data][0]} --set architecture.batch-norm=running").blueprint
+            blueprint = cut_for(f"--model {DATA[data][0]} --set architecture.batch-norm=running").blueprint
             found.append((method, data, fraction * count(blueprint, what), what + ", half of them" * (fraction < 1)))
     return found
 
@@ -56,7 +56,7 @@ def gbit(values: float, data: str) -> float:
 def fedavg_flops(data: str) -> float:
     """Return FLOPs of forward and backward pass (twice a forward), one FLOP per multiply-accumulate, as a mean over clients."""
     model, epochs, examples, rounds = DATA[data]
-    macs = whole_model(policy_for(f"--model {model} --strategy fedavg").blueprint).forward_flops / 2
+    macs = whole_model(cut_for(f"--model {model} --strategy fedavg").blueprint).forward_flops / 2
     return dense_flops(macs, epochs * examples) * rounds * CLIENTS_A_ROUND / CLIENTS
 
 

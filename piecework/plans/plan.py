@@ -44,7 +44,7 @@ class PlannedTask:
     parts: tuple[Part, ...]
     needed: int
     seconds: float = 0.0
-    wire: tuple[int, int] = (0, 0)
+    message_bytes: tuple[int, int] = (0, 0)
     flops: float = 0.0
 
 
@@ -56,16 +56,16 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
     """
     fleet = load_fleet(settings.fleet)
     planner, states = planner_for(fleet, settings, question, cost_model)
-    policy = planner.cut
+    cut = planner.cut
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     model = whole_model(blueprint)
-    full = policy.cost_model.bytes(model)
+    full = cut.cost_model.bytes(model)
     tasks = [
         [
             tasks_of_round(planner, stage, number, of_round, question.examples)
             for number, of_round in enumerate(states, start=1)
         ]
-        for stage in range(len(policy.stages))
+        for stage in range(len(cut.stages))
     ]
     return {
         "strategy": settings.strategy,
@@ -74,22 +74,20 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
         "classes": question.num_classes,
         "batch_size": settings.training.batch_size,
         "precision": question.precision,
-        "attack_steps": policy.cost_model.training_config.attack.steps
-        if policy.cost_model.training_config.attack
-        else 0,
+        "attack_steps": cut.cost_model.training_config.attack.steps if cut.cost_model.training_config.attack else 0,
         "memory_model": settings.memory.model,
         "parameters": model.parameters,
         "full_memory_bytes": full,
-        "reference_bytes": policy.cost_model.reference_bytes,
-        "budget_bytes": policy.smallest,
-        "cuts": policy.can.cuts,
-        "modules": [module_row(policy, stage.name, part) for stage in policy.stages for part in stage.parts],
-        "fleet": fleet_row(fleet, settings, policy, tasks),
-        "devices": device_rows(policy, tasks, question.examples),
-        "trained": trained_fractions(blueprint, tasks, moving=policy.can.rotates),
-        "swapping": simulated_swapping(full, tasks) if policy.swaps else None,
-        "evaluation": evaluation_row(policy, allowed_to_train(tasks), question.examples),
-        "learning_rates": rates_row(policy),
+        "reference_bytes": cut.cost_model.reference_bytes,
+        "budget_bytes": cut.smallest,
+        "cuts": cut.can.cuts,
+        "modules": [module_row(cut, stage.name, part) for stage in cut.stages for part in stage.parts],
+        "fleet": fleet_row(fleet, settings, cut, tasks),
+        "devices": device_rows(cut, tasks, question.examples),
+        "trained": trained_fractions(blueprint, tasks, moving=cut.can.rotates),
+        "swapping": simulated_swapping(full, tasks) if cut.swaps else None,
+        "evaluation": evaluation_row(cut, allowed_to_train(tasks), question.examples),
+        "learning_rates": rates_row(cut),
         "coverage": describe_coverage(planner, trainers(states, settings)),
     }
 
@@ -103,10 +101,10 @@ def allowed_to_train(tasks: list[list[list[PlannedTask]]]) -> dict[int, int]:
     return found
 
 
-def rates_row(policy: Cut) -> dict[str, Any]:
+def rates_row(cut: Cut) -> dict[str, Any]:
     """Return the learning rate of each stage's first round, and a warning if stages are left without one."""
-    found = {stage.name: learning_rate(policy.settings, stage.place) for stage in policy.stages}
-    return {"first": found, "says": low_lr_warning(policy.settings, found)}
+    found = {stage.name: learning_rate(cut.settings, stage.place) for stage in cut.stages}
+    return {"first": found, "says": low_lr_warning(cut.settings, found)}
 
 
 def planner_for(
@@ -131,14 +129,14 @@ def planner_for(
     full = cost_model.bytes(whole_model(blueprint))
     states = fleet_states(fleet, settings, cost_model.reference_bytes)
     budgets = [state.budget_bytes for states_of_round in states for state in states_of_round]
-    policy = find_method(settings.strategy).make_cut(blueprint, cost_model, settings)
-    policy.require_model()
-    budget = question.budget or policy.reserves
+    cut = find_method(settings.strategy).make_cut(blueprint, cost_model, settings)
+    cut.require_model()
+    budget = question.budget or cut.reserves
     minimum = budget_bytes(budget, full) if budget else min(budgets)
-    policy = policy.fit(minimum, max(minimum, *budgets))
-    if not budget and policy.smallest < policy.min_budget():
-        policy = policy.with_smallest(policy.min_budget())
-    return find_method(settings.strategy)(policy), states
+    cut = cut.fit(minimum, max(minimum, *budgets))
+    if not budget and cut.smallest < cut.min_budget():
+        cut = cut.with_smallest(cut.min_budget())
+    return find_method(settings.strategy)(cut), states
 
 
 def trainers(states: list[list[DeviceState]], settings: Settings) -> dict[int, Trainer]:
@@ -147,19 +145,19 @@ def trainers(states: list[list[DeviceState]], settings: Settings) -> dict[int, T
     return {client: Trainer(richest(of_client)) for client, of_client in enumerate(zip(*looked_at, strict=True))}
 
 
-def module_row(policy: Cut, stage: str, part: Part) -> dict[str, Any]:
+def module_row(cut: Cut, stage: str, part: Part) -> dict[str, Any]:
     """Return the row of one part: bytes and FLOPs of a step, bytes of arrays per round."""
-    batch, down_up = policy.cost_model.training_config.batch_size, policy.traffic([part]).bytes
+    batch, down_up = cut.cost_model.training_config.batch_size, cut.traffic([part]).bytes
     return {
         "stage": stage,
         "name": label(part),
         "atoms": part.names(),
         "head": part.head,
         "parameters": part.parameters,
-        "memory_bytes": policy.cost_model.bytes(part),
+        "memory_bytes": cut.cost_model.bytes(part),
         "forward_flops": part.forward_flops * batch,
-        "training_flops": policy.cost_model.trace(part).flops,
-        "macs": count(part, batch) if (count := MACS.get(policy.settings.memory.model)) else None,
+        "training_flops": cut.cost_model.trace(part).flops,
+        "macs": count(part, batch) if (count := MACS.get(cut.settings.memory.model)) else None,
         "bytes_down": down_up[0],
         "bytes_up": down_up[1],
     }
@@ -198,50 +196,50 @@ def client_task(
     planner: Planner, stage: int, client: int, state: DeviceState, slowest: float, examples: int
 ) -> PlannedTask:
     """Return the task of one client in a round."""
-    policy = planner.cut
+    cut = planner.cut
     try:
         parts = tuple(planner.parts(stage, state, slowest))
     except (MemoryBudgetExceededError, AtomTooLargeError) as error:
         return PlannedTask(client, state, (), error.needed or 0)
-    needed, wire = totals(policy, parts)
-    _, seen = local_work(policy.settings, examples)
-    flops = work_flops(policy.cost_model, parts, [seen] * len(parts))
-    return PlannedTask(client, state, parts, needed, seconds_of(policy, parts, state, examples), wire, flops)
+    needed, message_bytes = totals(cut, parts)
+    _, seen = local_work(cut.settings, examples)
+    flops = work_flops(cut.cost_model, parts, [seen] * len(parts))
+    return PlannedTask(client, state, parts, needed, seconds_of(cut, parts, state, examples), message_bytes, flops)
 
 
 def timed_task(task: PlannedTask) -> Timed | None:
     """Return what a task takes of its device's time, or None for an excluded client."""
     if not task.parts:
         return None
-    network = simulated_seconds(task.state, 0, *task.wire)
-    return Timed(task.state.device, Done(task.seconds - network, task.seconds, task.flops, task.wire[0]))
+    network = simulated_seconds(task.state, 0, *task.message_bytes)
+    return Timed(task.state.device, Done(task.seconds - network, task.seconds, task.flops, task.message_bytes[0]))
 
 
-def seconds_of(policy: Cut, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
+def seconds_of(cut: Cut, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
     """Return the seconds of a round of a device that trains these parts on this many examples."""
-    _, seen = local_work(policy.settings, examples)
-    return work_seconds(policy, policy.cost_model, parts, [seen] * len(parts), state, totals(policy, tuple(parts))[1])
+    _, seen = local_work(cut.settings, examples)
+    return work_seconds(cut, cut.cost_model, parts, [seen] * len(parts), state, totals(cut, tuple(parts))[1])
 
 
-def swap_seconds(policy: Cut, part: Part, state: DeviceState, examples: int) -> float:
+def swap_seconds(cut: Cut, part: Part, state: DeviceState, examples: int) -> float:
     """Return the seconds of a round of a device that trains a part beyond its memory by swapping to its disk."""
-    _, seen = local_work(policy.settings, examples)
-    return swapped_seconds(policy.settings, policy.cost_model, part, seen, state, policy.traffic([part]).bytes)
+    _, seen = local_work(cut.settings, examples)
+    return swapped_seconds(cut.settings, cut.cost_model, part, seen, state, cut.traffic([part]).bytes)
 
 
 @cache
-def totals(policy: Cut, parts: tuple[Part, ...]) -> tuple[int, tuple[int, int]]:
+def totals(cut: Cut, parts: tuple[Part, ...]) -> tuple[int, tuple[int, int]]:
     """Return, for parts trained one after another, the maximum bytes of a step, and the bytes down and up."""
-    return max(policy.cost_model.bytes(part) for part in parts), policy.traffic(list(parts)).bytes
+    return max(cut.cost_model.bytes(part) for part in parts), cut.traffic(list(parts)).bytes
 
 
-def fleet_row(fleet: Fleet, settings: Settings, policy: Cut, tasks: list[list[list[PlannedTask]]]) -> dict[str, Any]:
+def fleet_row(fleet: Fleet, settings: Settings, cut: Cut, tasks: list[list[list[PlannedTask]]]) -> dict[str, Any]:
     """Return who takes part in which stage, with seconds and bytes of a round, as means over rounds of the asked clients.
 
     `tasks` are by stage, round and client.
     """
     stages: list[dict[str, Any]] = []
-    for stage, rounds in zip(policy.stages, tasks, strict=True):
+    for stage, rounds in zip(cut.stages, tasks, strict=True):
         works = [[timed_task(task) for task in of_round] for of_round in rounds]
         timed = timed_rounds(settings, works)
         tasked = [[of_round[client] for client in each.asked] for each, of_round in zip(timed, rounds, strict=True)]
@@ -251,15 +249,15 @@ def fleet_row(fleet: Fleet, settings: Settings, policy: Cut, tasks: list[list[li
             {
                 "stage": stage.name,
                 "participation": (len(everyone) - len(out)) / len(everyone),
-                "trains": trained_parts(policy, everyone),
+                "trains": trained_parts(cut, everyone),
                 "excluded_clients": sorted({task.client for task in out}),
                 "missing_bytes": max((task.needed - task.state.budget_bytes for task in out), default=0),
                 "closest": closest(out),
                 "round_seconds": fmean(each.seconds for each in timed),
                 "awaited_seconds": fmean(awaited_seconds(settings, works)),
                 "late": sum(each.late for each in timed) / sum(len(each.asked) for each in timed),
-                "bytes_down": fmean(sum(task.wire[0] for task in of_round) for of_round in tasked),
-                "bytes_up": fmean(sum(task.wire[1] for task in of_round) for of_round in tasked),
+                "bytes_down": fmean(sum(task.message_bytes[0] for task in of_round) for of_round in tasked),
+                "bytes_up": fmean(sum(task.message_bytes[1] for task in of_round) for of_round in tasked),
                 "peak_bytes": max((task.needed for task in everyone if task.parts), default=0),
             }
         )
@@ -272,7 +270,7 @@ def fleet_row(fleet: Fleet, settings: Settings, policy: Cut, tasks: list[list[li
         "rounds": len(tasks[0]),
         "budget_quantiles_bytes": quantiles([task.state.budget_bytes for r in tasks[0] for task in r]),
         "participation": fmean(stage["participation"] for stage in stages),
-        "excluded": policy.can.when_excluded,
+        "excluded": cut.can.when_excluded,
         "stages": stages,
     }
 
@@ -289,7 +287,7 @@ def quantiles(budgets: list[int]) -> list[int]:
     return [ordered[max(0, ceil(len(ordered) * twentieths / 20) - 1)] for twentieths in range(21)]
 
 
-def device_rows(policy: Cut, tasks: list[list[list[PlannedTask]]], examples: int) -> list[dict[str, Any]]:
+def device_rows(cut: Cut, tasks: list[list[list[PlannedTask]]], examples: int) -> list[dict[str, Any]]:
     """Return each device of the fleet: its budgets and, by stage, what its clients train and how much memory is missing."""
     names = sorted({task.state.device for task in tasks[0][0]}, key=lambda name: (min_budget(tasks[0], name), name))
     rows = []
@@ -302,20 +300,18 @@ def device_rows(policy: Cut, tasks: list[list[list[PlannedTask]]], examples: int
                 "clients": len({task.client for task in own[0]}),
                 "budget_bytes": [min(budgets), max(budgets)],
                 "stages": [
-                    {"stage": stage.name} | stage_row(policy, stage.parts[-1], mine, examples)
-                    for stage, mine in zip(policy.stages, own, strict=True)
+                    {"stage": stage.name} | stage_row(cut, stage.parts[-1], mine, examples)
+                    for stage, mine in zip(cut.stages, own, strict=True)
                 ],
             }
         )
     return rows
 
 
-def trained_parts(policy: Cut, tasks: Sequence[PlannedTask]) -> list[dict[str, Any]]:
+def trained_parts(cut: Cut, tasks: Sequence[PlannedTask]) -> list[dict[str, Any]]:
     """Return what is trained in some tasks, the most common first, each with its fraction of the tasks and what it skips."""
     trained = Counter(" | ".join(map(label, task.parts)) for task in tasks if task.parts)
-    skipped = {
-        " | ".join(map(label, task.parts)): policy.find_excluded(list(task.parts)) for task in tasks if task.parts
-    }
+    skipped = {" | ".join(map(label, task.parts)): cut.find_excluded(list(task.parts)) for task in tasks if task.parts}
     return [
         {"what": what, "fraction": count / len(tasks), "leaves_out": skipped[what]}
         for what, count in trained.most_common()
@@ -327,15 +323,15 @@ def min_budget(rounds: list[list[PlannedTask]], name: str) -> int:
     return min(task.state.budget_bytes for of_round in rounds for task in of_round if task.state.device == name)
 
 
-def stage_row(policy: Cut, part: Part, tasks: list[PlannedTask], examples: int) -> dict[str, Any]:
+def stage_row(cut: Cut, part: Part, tasks: list[PlannedTask], examples: int) -> dict[str, Any]:
     """Return what the clients of a device train in a stage and, for excluded ones, the missing bytes and swapping seconds."""
     out = [task for task in tasks if not task.parts]
     poorest = min(out, key=lambda task: task.state.budget_bytes, default=None)
     return {
         "participation": (len(tasks) - len(out)) / len(tasks),
-        "trains": trained_parts(policy, tasks),
+        "trains": trained_parts(cut, tasks),
         "needed_bytes": poorest.needed if poorest else None,
         "missing_bytes": poorest.needed - poorest.state.budget_bytes if poorest else 0,
         "seconds": max((task.seconds for task in tasks if task.parts), default=None),
-        "swap_seconds": swap_seconds(policy, part, poorest.state, examples) if poorest else None,
+        "swap_seconds": swap_seconds(cut, part, poorest.state, examples) if poorest else None,
     }

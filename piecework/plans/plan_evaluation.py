@@ -6,12 +6,12 @@ from piecework.device_profiles.profile import format_compared
 from piecework.planning.cut import Cut
 
 
-def evaluation_row(policy: Cut, trained: dict[int, int], examples: int) -> dict[str, Any] | None:
+def evaluation_row(cut: Cut, trained: dict[int, int], examples: int) -> dict[str, Any] | None:
     """Return how many clients train but cannot evaluate, and the bytes that this takes; None if there are none.
 
     `trained` are the smallest allowed bytes of each client that trains something.
     """
-    if not trained or not (needed := policy.evaluation_bytes(examples)):
+    if not trained or not (needed := cut.evaluation_bytes(examples)):
         return None
     short = [allowed for allowed in trained.values() if allowed < needed]
     return {"clients": len(short), "of": len(trained), "needed": needed, "least": min(short)} if short else None

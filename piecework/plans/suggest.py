@@ -181,8 +181,8 @@ def fitted_verdict(settings: Settings, question: PlanQuestion, states: list[Devi
     spares.
     """
     planner, _ = planner_for(load_fleet(settings.fleet), settings, question)
-    policy = planner.cut
-    found = in_less_memory(policy.cost_model, policy.part(policy.whole), [state.allowed_bytes for state in states])
+    cut = planner.cut
+    found = in_less_memory(cut.cost_model, cut.part(cut.whole), [state.allowed_bytes for state in states])
     assert found is not None
     return {
         "participation": participation,
@@ -191,7 +191,7 @@ def fitted_verdict(settings: Settings, question: PlanQuestion, states: list[Devi
         "least_bytes": found.least,
         "plain_bytes": found.plain,
         "flops": found.flops,
-        "held_bytes": held_bytes(policy.cost_model.training_config) * found.part.parameters,
+        "held_bytes": held_bytes(cut.cost_model.training_config) * found.part.parameters,
         "batch_norms": bool(found.part.micro_batch) and mixes_examples(found.part.blueprint),
     }
 

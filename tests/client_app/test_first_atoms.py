@@ -77,7 +77,7 @@ def blueprint_of(name: str) -> Blueprint:
 
 
 @cache
-def policy_of(strategy: str, name: str) -> Any:
+def cut_of(strategy: str, name: str) -> Any:
     settings = tiny_settings(
         strategy=strategy, model=name, training__batch_size=BATCH, architecture__batch_norm="running", attack__steps=1
     )
@@ -97,15 +97,15 @@ def data_for(blueprint: Blueprint) -> ArrayDataset:
     return ArrayDataset("mine", images, labels, blueprint.num_classes, mean, std, images, labels)
 
 
-def client_of(folder: Path, policy: Any, allowed: int, units: Sequence[str] = (), **changes: object) -> Client:
+def client_of(folder: Path, cut: Any, allowed: int, units: Sequence[str] = (), **changes: object) -> Client:
     """A client with eight examples, of which it makes two batches; with `units` of the system's own model in its store."""
-    data, model = data_for(policy.blueprint), policy.model
+    data, model = data_for(cut.blueprint), cut.model
     client = a_client(
         folder,
-        policy.settings.with_values({key_of(name): value for name, value in changes.items()}),
+        cut.settings.with_values({key_of(name): value for name, value in changes.items()}),
         allowed,
-        blueprint=policy.blueprint,
-        full=policy.blueprint,
+        blueprint=cut.blueprint,
+        full=cut.blueprint,
         data=data,
         local_data=lambda fill: training_examples(data, np.arange(8)),
         validation=training_examples(data, np.arange(8, 12)),
@@ -146,9 +146,9 @@ def train(
 
 def train_one_by_one(folder: Path, strategy: str, name: str, atoms: list[int], **changes: object) -> None:
     """FeDepth of these atoms, each alone, without the others; each step takes its cost, all else no more than the largest."""
-    policy = policy_of(strategy, name)
-    costs = {item: policy.bytes(item) for item in (policy.item((atom,)) for atom in atoms)}
-    client = client_of(folder, policy, max(costs.values()), **changes)
+    cut = cut_of(strategy, name)
+    costs = {item: cut.bytes(item) for item in (cut.item((atom,)) for atom in atoms)}
+    client = client_of(folder, cut, max(costs.values()), **changes)
     update = train(client, strategy, costs)
     assert update.done == [*costs]
     assert {item: client.cap.peaks[f"train piece {runs(item.atoms)}"] for item in costs} == costs
@@ -177,67 +177,65 @@ def test_training_without_the_first_atoms(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", FIXED_FIRST)
 def test_first_atoms_that_must_be_trained(tmp_path: Path, name: str) -> None:
     """The client refuses with the cost of the atom; the plan gives the device nothing to train; `minimum` is what it takes."""
-    policy = policy_of("fedepth", name)
-    last = len(policy.blueprint.atoms) - 1
+    cut = cut_of("fedepth", name)
+    last = len(cut.blueprint.atoms) - 1
     costs = {WorkItem((0,)): 10**6, WorkItem((1,)): 10**6 - 2, WorkItem((last,)): 10}
     for allowed in (10**6 - 1, 10):
-        client = client_of(tmp_path / str(allowed), policy, allowed)
-        with pytest.raises(MemoryBudgetExceededError, match=f"atom '{policy.blueprint.atoms[0].name}' needs") as caught:
+        client = client_of(tmp_path / str(allowed), cut, allowed)
+        with pytest.raises(MemoryBudgetExceededError, match=f"atom '{cut.blueprint.atoms[0].name}' needs") as caught:
             train(client, "fedepth", costs)
         assert (caught.value.needed, caught.value.allowed) == (10**6, allowed)
-    needed = policy.min_budget()
-    assert needed == max(policy.needed_bytes(policy.item((0,))), policy.needed_bytes(policy.item((last,))))
-    assert policy.method(policy).parts(0, state(needed), 1.0)
+    needed = cut.min_budget()
+    assert needed == max(cut.needed_bytes(cut.item((0,))), cut.needed_bytes(cut.item((last,))))
+    assert cut.method(cut).parts(0, state(needed), 1.0)
     with pytest.raises(AtomTooLargeError):
-        policy.method(policy).parts(0, state(needed - 1), 1.0)
+        cut.method(cut).parts(0, state(needed - 1), 1.0)
 
 
 def test_behind_stored_features_under_attack(tmp_path: Path) -> None:
     """FedProphet, every atom a module; those before are streamed once, one at a time, and their features stay in the store."""
     seen = set()
     for name in sorted({*MODELS} - {"lstm-imdb"}):  # tokens cannot be attacked
-        policy, blueprint = policy_of("fedprophet", name), blueprint_of(name)
+        cut, blueprint = cut_of("fedprophet", name), blueprint_of(name)
         atoms = range(len(blueprint.atoms))
-        new = [atom for atom in distinct(blueprint) if policy.part(policy.item((atom,))).signature() not in seen]
-        seen |= {policy.part(policy.item((atom,))).signature() for atom in new}
+        new = [atom for atom in distinct(blueprint) if cut.part(cut.item((atom,))).signature() not in seen]
+        seen |= {cut.part(cut.item((atom,))).signature() for atom in new}
         units = [*blueprint.units()[:-1], *(head_behind(blueprint, atom) for atom in atoms)]
-        client = client_of(tmp_path / name, policy, 10**9, units)
+        client = client_of(tmp_path / name, cut, 10**9, units)
         for atom in new:
             client.cap = Phases(10**9)
             task_config = FedProphetTaskConfig([[each] for each in atoms], atom, atom, epsilon=0.1)
-            item = policy.item((atom,))
-            update = train(client, "fedprophet", {item: policy.bytes(item)}, task_config, policy.variant)
+            item = cut.item((atom,))
+            update = train(client, "fedprophet", {item: cut.bytes(item)}, task_config, cut.variant)
             found = client.cap.peaks[f"train {atom}"]
             assert (
-                (name, atom, found)
-                == (name, atom, policy.bytes(item))
-                == (name, atom, update.metrics["predicted-peak"])
+                (name, atom, found) == (name, atom, cut.bytes(item)) == (name, atom, update.metrics["predicted-peak"])
             )
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_behind_frozen_blocks(tmp_path: Path, name: str) -> None:
     """ProFL: each step with its output module; and the output layer alone, for which the step's own atoms are streamed too."""
-    policy = policy_of("profl", name)
-    for t in range(1, len(policy.blocks) + 1):
-        step, needed = policy.step(t), policy.needed_in_step(t)
-        for piece, allowed in ((atoms, needed[policy.item(atoms)]) for atoms in (step, OUTPUT_LAYER)):
-            item = policy.item(step)
-            client = client_of(tmp_path / f"{t}-{len(piece)}", policy, allowed, policy.model.units())
+    cut = cut_of("profl", name)
+    for t in range(1, len(cut.blocks) + 1):
+        step, needed = cut.step(t), cut.needed_in_step(t)
+        for piece, allowed in ((atoms, needed[cut.item(atoms)]) for atoms in (step, OUTPUT_LAYER)):
+            item = cut.item(step)
+            client = client_of(tmp_path / f"{t}-{len(piece)}", cut, allowed, cut.model.units())
             costs = needed | {item: max(needed[item], allowed + (piece != step))}
-            train(client, "profl", costs, ProFLTaskConfig(t, "growing"), policy.variant)
-            assert client.cap.peaks[f"train {runs(piece) or 'the output layer'}"] == policy.bytes(policy.item(piece))
+            train(client, "profl", costs, ProFLTaskConfig(t, "growing"), cut.variant)
+            assert client.cap.peaks[f"train {runs(piece) or 'the output layer'}"] == cut.bytes(cut.item(piece))
             assert client.cap.peak_bytes <= allowed  # of streamed atoms the writing of features is not traced
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_the_first_blocks_with_their_exits(tmp_path: Path, name: str) -> None:
-    policy = policy_of("depthfl", name)
-    for depth in range(1, len(policy.blocks) + 1):
-        piece = policy.depth(depth)
-        client = client_of(tmp_path / str(depth), policy, policy.bytes(piece), policy.model.units())
-        train(client, "depthfl", {piece: policy.bytes(piece)}, DepthFLTaskConfig(depth, 0.5), policy.variant)
-        assert client.cap.peak_bytes == policy.bytes(piece)
+    cut = cut_of("depthfl", name)
+    for depth in range(1, len(cut.blocks) + 1):
+        piece = cut.depth(depth)
+        client = client_of(tmp_path / str(depth), cut, cut.bytes(piece), cut.model.units())
+        train(client, "depthfl", {piece: cut.bytes(piece)}, DepthFLTaskConfig(depth, 0.5), cut.variant)
+        assert client.cap.peak_bytes == cut.bytes(piece)
 
 
 def test_a_run_whose_devices_leave_out_the_first_atoms(tmp_path: Path) -> None:
@@ -250,9 +248,9 @@ def test_a_run_whose_devices_leave_out_the_first_atoms(tmp_path: Path) -> None:
     }
     blueprint = build_blueprint("vgg11", num_classes=10, input_shape=(1, 32, 32), width=0.1, batch_norm="batch")
     settings = tiny_settings(**model)
-    policy = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
-    rich, poor = policy.needed_bytes(policy.item((0,))), policy.needed_bytes(policy.item((2,)))
-    assert [part.atoms for part in find_method("fedepth")(policy).parts(0, state(poor), 1.0)] == [
+    cut = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
+    rich, poor = cut.needed_bytes(cut.item((0,))), cut.needed_bytes(cut.item((2,)))
+    assert [part.atoms for part in find_method("fedepth")(cut).parts(0, state(poor), 1.0)] == [
         (2,),
         (4,),
         (5, 6),

@@ -141,7 +141,7 @@ def test_commands_know_a_strategy_of_ones_own(tmp_path: Path, page: Path) -> Non
         assert (done.exit_code, said in " ".join(done.stderr.split())) == (2, True), done.stderr
 
 
-def test_a_model_reshaped_by_a_policy_is_the_narrower_model(tmp_path: Path, page: Path) -> None:
+def test_a_model_reshaped_by_a_cut_is_the_narrower_model(tmp_path: Path, page: Path) -> None:
     """What half of the channels are and cost is FedAvg's at width 0.5."""
     asked = TRIO | {"fleet": "unlimited", "num_rounds": 1, "training__local_iterations": 3}
     half = run_local(tmp_path / "half", strategy="my_half:Half", **asked)

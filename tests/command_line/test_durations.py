@@ -36,9 +36,9 @@ def test_durations_in_words(seconds: float, words: str) -> None:
     ],
 )
 def test_rounds_of_each_stage(name: str, rounds: list[int]) -> None:
-    policy = SimpleNamespace(stages=rounds)
+    cut = SimpleNamespace(stages=rounds)
     settings = settings_from(name, [])
-    assert stage_rounds(settings, policy) == rounds  # type: ignore[arg-type]
+    assert stage_rounds(settings, cut) == rounds  # type: ignore[arg-type]
     assert sum(rounds) <= settings.num_rounds  # so that the last stage may take all of its own
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.tables import fedepth, fedprophet, prism, profl, spafl
 from benchmarks.tables.__main__ import TABLES, document
-from benchmarks.tables.shared import MIB, asked, beside, full_bytes, participation, policy_for
+from benchmarks.tables.shared import MIB, asked, beside, cut_for, full_bytes, participation
 from piecework.models.basic_layers import blocks_of
 from piecework.models.low_rank import low_rank
 from piecework.planning.cut import label
@@ -69,7 +69,7 @@ def test_fedprophet_table_8() -> None:
 
 
 def test_fedprophet_heads() -> None:
-    parts = [stage.parts[0] for stage in policy_for(fedprophet.TABLE7).stages]
+    parts = [stage.parts[0] for stage in cut_for(fedprophet.TABLE7).stages]
     assert [part.head for part in parts] == [*(f"aux.{last}" for last in (1, 4, 7, 8, 9, 11)), "head"]
     first = parts[0]
     by_hand = 64 * 27 * 1024 + 64 * 64 * 9 * 1024 + 640  # two convolutions and the linear layer
@@ -80,17 +80,17 @@ def test_fedprophet_heads() -> None:
 
 
 def test_fedepth_table_1() -> None:
-    policy = policy_for(fedepth.CUT)
-    blocks = [policy.needed_bytes(policy.item((n,))) / MIB for n in range(1, 10)]
+    cut = cut_for(fedepth.CUT)
+    blocks = [cut.needed_bytes(cut.item((n,))) / MIB for n in range(1, 10)]
     assert blocks == pytest.approx([20.02] * 3 + [14.05, 10.07, 10.07, 7.21, 5.28, 5.28], abs=0.01)
-    pieces = [part.atoms for part in policy.stages[0].parts]
+    pieces = [part.atoms for part in cut.stages[0].parts]
     assert pieces == [(0, 1), (2,), (3,), (4,), (5, 6), (7, 8, 9)]
     widths = [full_bytes(f"{fedepth.OF_FEDEPTH} --set architecture.width={width}") / MIB for width in fedepth.WIDTHS]
     assert widths == pytest.approx([14.51, 19.34, 38.68, 58.02, 116.04], abs=0.01)
 
 
 def test_fedepth_blocks_one_by_one() -> None:
-    parts = policy_for(fedepth.SINGLE).stages[0].parts
+    parts = cut_for(fedepth.SINGLE).stages[0].parts
     assert [label(part) for part in parts] == ["stem+block5", "block6", "block7", "block8", "block9"]
 
 
@@ -98,7 +98,7 @@ def test_fedepth_blocks_one_by_one() -> None:
 
 
 def test_prism_full_model() -> None:
-    whole = whole_model(policy_for(prism.OF_PRISM).blueprint)
+    whole = whole_model(cut_for(prism.OF_PRISM).blueprint)
     millions, billions, elements = prism.figures(whole)
     assert whole.parameters == 11_173_962
     assert (round(millions, 2), round(billions, 2)) == (11.17, 35.55)
@@ -115,13 +115,13 @@ def test_prism_full_model() -> None:
     ],
 )
 def test_prism_sub_models(place, printed, deviations) -> None:
-    part = whole_model(prism.thin_everywhere(policy_for(prism.OF_PRISM).blueprint, prism.KEEP_RATIOS[place]))
+    part = whole_model(prism.thin_everywhere(cut_for(prism.OF_PRISM).blueprint, prism.KEEP_RATIOS[place]))
     found = [100 * (ours / paper - 1) for ours, paper in zip(prism.figures(part), printed, strict=True)]
     assert found == pytest.approx(deviations, abs=0.3)
 
 
 def test_orthdrop_keeps_all_channels_outside() -> None:
-    blueprint = policy_for(prism.OF_PRISM).blueprint
+    blueprint = cut_for(prism.OF_PRISM).blueprint
     found = [prism.figures(whole_model(low_rank(blueprint, keep, narrow=False))) for keep in (0.8, 0.6, 0.4, 0.2)]
     assert [round(memory, 1) for _, _, memory in found] == [44.2, 41.0, 37.8, 34.7]
     assert [round(flops, 1) for _, flops, _ in found] == [32.2, 24.3, 16.4, 8.5]
@@ -136,15 +136,13 @@ def test_profl_participation() -> None:
     assert [participation(profl.RES18, step) for step in range(4)] == [0.43, 0.81, 0.99, 1.0]
     assert participation(profl.RES18_FULL) == 0.08
     assert participation(profl.RES18_BLOCK1) == 0.47
-    (module,) = policy_for(profl.RES18_BLOCK1).stages[0].parts
+    (module,) = cut_for(profl.RES18_BLOCK1).stages[0].parts
     assert module.atoms == blocks_of(module.blueprint)[0]
 
 
 def test_profl_thresholds() -> None:
-    policy = policy_for(profl.RES18)
-    assert [policy.cost_model.bytes(stage.parts[0]) for stage in policy.stages] == [
-        n * 10**6 for n in (506, 220, 112, 100)
-    ]
+    cut = cut_for(profl.RES18)
+    assert [cut.cost_model.bytes(stage.parts[0]) for stage in cut.stages] == [n * 10**6 for n in (506, 220, 112, 100)]
     assert full_bytes(profl.RES18) == 840 * 10**6
     # the formula: one unit, a map of 64 x 32 x 32 at batch 64 with its gradient, is 32 MiB
     blocks = [profl.by_formula("block", t) for t in (1, 2, 3, 4)]
@@ -181,8 +179,8 @@ def test_profl_intervals_of_the_other_models() -> None:
 def test_spafl_thresholds() -> None:
     assert spafl.thresholds() == [580, 650, 4800, 2400]
     for (flags, *_), found in zip(spafl.TAU, spafl.thresholds(), strict=True):
-        policy = policy_for(flags)
-        assert policy.traffic(list(policy.stages[0].parts)).bytes == (8 * found, 4 * found)
+        cut = cut_for(flags)
+        assert cut.traffic(list(cut.stages[0].parts)).bytes == (8 * found, 4 * found)
 
 
 def test_spafl_communication() -> None:

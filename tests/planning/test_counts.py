@@ -85,5 +85,5 @@ def test_rules_count_as_real_runs_do(model: str, shape: tuple[int, ...], sparse:
     classes = 100 if model == "resnet18-preact" else 10
     blueprint = build_blueprint(model, num_classes=classes, input_shape=shape, batch_norm="running")
     for strategy, values in (("spafl", sparse), ("fedavg", dense), ("heterofl", dense / 2)):
-        policy = find_method(strategy).make_cut(blueprint, cost_model_for(settings, blueprint), settings)
-        assert policy.traffic(list(policy.stages[0].parts)).values == (values, values)
+        cut = find_method(strategy).make_cut(blueprint, cost_model_for(settings, blueprint), settings)
+        assert cut.traffic(list(cut.stages[0].parts)).values == (values, values)

@@ -43,8 +43,8 @@ CONV = {"training__batch_size": 32, "architecture__batch_norm": "batch"}
 def found_for(fleet: str, **changes: Any) -> dict[str, Any]:
     """What a plan says."""
     settings = tiny_settings(**{"clients": 4, "fleet": fleet} | CONV | changes)
-    policy, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
-    return describe_coverage(policy, trainers(states, settings))
+    planner, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
+    return describe_coverage(planner, trainers(states, settings))
 
 
 def by_part(found: dict[str, Any]) -> dict[str, int]:
@@ -56,9 +56,9 @@ def by_part(found: dict[str, Any]) -> dict[str, int]:
 
 def test_coverage_by_hand() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=LARGE, small=SMALL), **CONV)
-    policy, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
+    planner, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
     (of_clients,) = states[:1]
-    rows = coverage(policy, {n: Trainer(state, 10 * (n + 1)) for n, state in enumerate(of_clients)})
+    rows = coverage(planner, {n: Trainer(state, 10 * (n + 1)) for n, state in enumerate(of_clients)})
     everyone = {"devices": ["large", "small"], "clients": 4, "fraction": 1.0, "channels": 1.0}
     large = {"devices": ["large"], "clients": 2, "fraction": (10 + 30) / 100, "channels": 1.0}
     assert rows == [
@@ -114,8 +114,8 @@ def test_that_no_client_can_train_anything_is_a_warning() -> None:
 
 def test_clients_without_two_examples_are_an_error() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2))
-    policy, _ = planner_for(load_fleet(settings.fleet), settings, ask(settings))
-    found = describe_coverage(policy, {})
+    planner, _ = planner_for(load_fleet(settings.fleet), settings, ask(settings))
+    found = describe_coverage(planner, {})
     assert (found["level"], found["says"]) == (
         "error",
         "no client has two training examples or more: give clients more data, or lower `clients`",
@@ -125,11 +125,11 @@ def test_clients_without_two_examples_are_an_error() -> None:
 def test_a_network_sub_problem_trains_its_block_the_first_atom_and_the_head() -> None:
     settings = tiny_settings(clients=4, fleet=fleet_json(large=2.2), fedepth__sub_problem="network")
     planner, _ = planner_for(load_fleet(settings.fleet), settings, ask(settings))
-    policy = planner.cut
-    piece = policy.part(policy.item((2, 3)))
+    cut = planner.cut
+    piece = cut.part(cut.item((2, 3)))
     assert piece.whole
-    assert in_model(policy, piece) == ["atoms.0", "atoms.2", "atoms.3", "head"]
-    assert policy.find_excluded([piece]) == ["conv2", "conv5"]
+    assert in_model(cut, piece) == ["atoms.0", "atoms.2", "atoms.3", "head"]
+    assert cut.find_excluded([piece]) == ["conv2", "conv5"]
 
 
 def test_stages_of_fedprophet_and_profl() -> None:
@@ -171,12 +171,12 @@ def test_who_trains_the_first_channels_makes_a_narrow_network(
 ) -> None:
     model = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="batch")
     settings = tiny_settings(strategy=strategy, prism__keep_ratios="1,0.4", **changes)
-    policy = find_method(strategy).make_cut(model, CostModel(a_training_config(32), None, model), settings)
-    assert isinstance(policy, HeteroFLCut)
-    found = policy.part(policy.sub_model(1)).channels
+    cut = find_method(strategy).make_cut(model, CostModel(a_training_config(32), None, model), settings)
+    assert isinstance(cut, HeteroFLCut)
+    found = cut.part(cut.sub_model(1)).channels
     assert found == pytest.approx(channels)
     rows = [{"part": "conv1", "devices": ["small"], "clients": 4, "fraction": 1.0, "channels": found}]
-    says = judge_coverage(policy.method(policy), rows, {0: Trainer(DeviceState("small", 1, 1.0, 1.0, 1.0), 10)}).says
+    says = judge_coverage(cut.method(cut), rows, {0: Trainer(DeviceState("small", 1, 1.0, 1.0, 1.0), 10)}).says
     narrow = "the model that is evaluated and saved has no others"
     if strategy == "prism":
         narrow = "the others are 0 in the model that is evaluated and saved, which is a narrow network"
@@ -198,8 +198,8 @@ def test_a_server_that_distils(ratio: float, clients: int, level: str) -> None:
 
 def test_who_trains_nothing_of_the_servers_model_is_a_note() -> None:
     settings = settings_from("robust-fmnist-fedet", [])
-    policy, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
-    found = describe_coverage(policy, trainers(states, settings))
+    planner, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
+    found = describe_coverage(planner, trainers(states, settings))
     assert (found["level"], found["says"]) == (
         "note",
         "no client can train conv1..conv13: the server trains the whole model by distillation",
@@ -210,8 +210,8 @@ def test_who_trains_nothing_of_the_servers_model_is_a_note() -> None:
 @pytest.mark.parametrize("preset", ["fedepth-cifar10-authors", "fedepth-cifar10-fair"])
 def test_presets_train_every_part(preset: str) -> None:
     settings = settings_from(preset, [])
-    policy, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
-    found = describe_coverage(policy, trainers(states, settings))
+    planner, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
+    found = describe_coverage(planner, trainers(states, settings))
     assert found["level"] == ""
     assert all(row["clients"] == found["clients"] for row in found["parts"])
 

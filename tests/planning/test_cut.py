@@ -44,7 +44,7 @@ def state(budget: float, flops: float = 1e9) -> DeviceState:
 
 
 @lru_cache
-def policy_of(
+def cut_of(
     strategy: str,
     model: str,
     memory_model: str,
@@ -120,8 +120,8 @@ def test_a_part_is_made_once() -> None:
     """HeteroFL's loss builds both models, which took most of a plan of many clients."""
     settings = settings_with(clients=2, strategy="heterofl")
     blueprint = blueprint_of("convnet")
-    policy = HeteroFLCut(blueprint, cost_model_for(settings, blueprint), settings, method=HeteroFL)
-    assert policy.part(policy.sub_model(1)) is policy.part(policy.sub_model(1))
+    cut = HeteroFLCut(blueprint, cost_model_for(settings, blueprint), settings, method=HeteroFL)
+    assert cut.part(cut.sub_model(1)) is cut.part(cut.sub_model(1))
 
 
 def test_units_that_are_built_alike_are_known() -> None:
@@ -190,16 +190,16 @@ SAME_CUT = {"exclusivefl", "jfat", "fedrolex", "feddrop"}
 @pytest.mark.parametrize("name", ONE_A_FAMILY)
 def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:
     try:
-        policy = policy_of(strategy, name, "fedprophet", 1e12, tokens=20)  # of an LSTM every token is a step to trace
-        policy.require_model()
-        stages = policy.stages
+        cut = cut_of(strategy, name, "fedprophet", 1e12, tokens=20)  # of an LSTM every token is a step to trace
+        cut.require_model()
+        stages = cut.stages
     except ValueError as error:
         assert name in REFUSED.get(strategy, ()), error
         return
     assert name not in REFUSED.get(strategy, ())
     for number in range(len(stages)):
-        parts = parts_of(policy, number, state(1e12), slowest=1e9)
-        assert (min(policy.traffic(parts).bytes) > 0) == (strategy != "local")
+        parts = parts_of(cut, number, state(1e12), slowest=1e9)
+        assert (min(cut.traffic(parts).bytes) > 0) == (strategy != "local")
         for part in parts:
             assert part.parameters > 0
             assert part.forward_flops > 0
@@ -224,9 +224,9 @@ def test_thresholds(name, width, thresholds, weights) -> None:
     assert sum(value.numel() for key, value in names.items() if key.removesuffix("weight") + "tau" in names) == weights
     part = whole_model(mask_model(plain))
     assert part.parameters == whole_model(plain).parameters + thresholds
-    policy = policy_of("spafl", name, "traced") if width == 1 else None
-    if policy:
-        assert policy.traffic([part]) == Traffic((8 * thresholds, 4 * thresholds), (thresholds, thresholds))
+    cut = cut_of("spafl", name, "traced") if width == 1 else None
+    if cut:
+        assert cut.traffic([part]) == Traffic((8 * thresholds, 4 * thresholds), (thresholds, thresholds))
 
 
 # ---- ProFL's blocks and output modules
@@ -296,12 +296,12 @@ def test_the_output_module_of_resnet18() -> None:
 
 
 def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
-    policy = policy_of("fedprophet", "vgg16", "fedprophet", 60e6, aux_pool="authors")
-    assert [label(stage.parts[0]) for stage in policy.stages][:3] == ["conv1+conv2", "conv3..conv5", "conv6..conv8"]
-    assert [stage.parts[0].head for stage in policy.stages][-2:] == ["aux.11", "head"]
+    cut = cut_of("fedprophet", "vgg16", "fedprophet", 60e6, aux_pool="authors")
+    assert [label(stage.parts[0]) for stage in cut.stages][:3] == ["conv1+conv2", "conv3..conv5", "conv6..conv8"]
+    assert [stage.parts[0].head for stage in cut.stages][-2:] == ["aux.11", "head"]
 
     def assigned(stage: int, budget: float, speed: float) -> str:
-        (part,) = parts_of(policy, stage, state(budget, speed), slowest=1e9)
+        (part,) = parts_of(cut, stage, state(budget, speed), slowest=1e9)
         return label(part)
 
     assert assigned(0, 60e6, 1e12) == "conv1+conv2"  # no memory for more
@@ -314,7 +314,7 @@ def test_fedprophet_assigns_later_modules_by_memory_and_time() -> None:
     assert assigned(0, 55e6, 1e12) == "conv1+conv2"  # the first always: by a paper's memory it is swapped
     # 12 bytes x 39,626 parameters; 4 x 64 x the inputs of conv1, bn1, conv2, bn2, of the head (16,384), and ten logits
     needed = 12 * 39_626 + 4 * 64 * (3 * 1024 + 3 * 65_536 + 16_384 + 10)
-    assert policy.needed_bytes(policy.item(policy.stages[0].parts[0].atoms)) == needed
+    assert cut.needed_bytes(cut.item(cut.stages[0].parts[0].atoms)) == needed
 
 
 def test_the_memory_of_a_module_includes_its_auxiliary_head() -> None:
@@ -324,12 +324,12 @@ def test_the_memory_of_a_module_includes_its_auxiliary_head() -> None:
     """
     cost = {}
     for pool in ("authors", "auto", "none"):
-        policy = policy_of("fedprophet", "vgg16", "fedprophet", 60e6, aux_pool=pool)
-        cost[pool] = policy.bytes(policy.item((0, 1)))
+        cut = cut_of("fedprophet", "vgg16", "fedprophet", 60e6, aux_pool=pool)
+        cost[pool] = cut.bytes(cut.item((0, 1)))
     assert cost["auto"] - cost["authors"] == 12 * (2_560 - 640)
     assert cost["none"] - cost["authors"] == 12 * (163_840 - 640)
-    traced = policy_of("fedprophet", "vgg16", "traced", 60e6, aux_pool="none")
-    smaller = policy_of("fedprophet", "vgg16", "traced", 60e6, aux_pool="auto")
+    traced = cut_of("fedprophet", "vgg16", "traced", 60e6, aux_pool="none")
+    smaller = cut_of("fedprophet", "vgg16", "traced", 60e6, aux_pool="auto")
     assert traced.bytes(traced.item((0, 1))) > smaller.bytes(smaller.item((0, 1)))
 
 
@@ -350,10 +350,8 @@ def test_the_places_of_stages_in_the_schedule_of_rates(changes: dict[str, Any], 
         **{"strategy": "fedprophet", "memory__model": "fedprophet", "training__batch_size": 64} | changes
     )
     blueprint = blueprint_of("vgg16" if settings.strategy == "fedprophet" else "resnet18")
-    policy = find_method(settings.strategy).make_cut(
-        blueprint, cost_model_for(settings, blueprint), settings, int(60e6)
-    )
-    assert [stage.place for stage in policy.stages] == places
+    cut = find_method(settings.strategy).make_cut(blueprint, cost_model_for(settings, blueprint), settings, int(60e6))
+    assert [stage.place for stage in cut.stages] == places
 
 
 @pytest.mark.parametrize("strategy", ["heterofl", "fedrolex", "feddrop"])
@@ -361,15 +359,15 @@ def test_width_ratios_by_the_papers_rule(strategy: str) -> None:
     """R_k / R_max in 64ths, however much would fit; 1/64 at the least."""
     settings = settings_with(strategy=strategy, heterofl__width_rule="paper")
     blueprint = blueprint_of("convnet")
-    policy = find_method(strategy).make_cut(blueprint, cost_model_for(settings, blueprint), settings)
-    assert isinstance(policy, HeteroFLCut)
-    whole = policy.bytes(policy.sub_model(0))
+    cut = find_method(strategy).make_cut(blueprint, cost_model_for(settings, blueprint), settings)
+    assert isinstance(cut, HeteroFLCut)
+    whole = cut.bytes(cut.sub_model(0))
     half = -(-whole // 2)  # rounded up
     for budget, width in {2**60: 1, whole: 1, whole - 1: 63 / 64, half: 0.5, half - 1: 31 / 64, 1: 1 / 64}.items():
-        assert policy.ratios[policy.level_of(state(budget))] == width
-        assert policy.fit(budget, budget).stages[0].parts[0].blueprint.width == width
+        assert cut.ratios[cut.level_of(state(budget))] == width
+        assert cut.fit(budget, budget).stages[0].parts[0].blueprint.width == width
     by_budget = find_method(strategy).make_cut(
-        blueprint, policy.cost_model, settings_with(heterofl__width_ratios="1,0.9,0.6,0.5")
+        blueprint, cut.cost_model, settings_with(heterofl__width_ratios="1,0.9,0.6,0.5")
     )
     assert isinstance(by_budget, HeteroFLCut)
     assert by_budget.ratios[by_budget.level_of(state(by_budget.bytes(by_budget.sub_model(2))))] == 0.6
@@ -378,23 +376,23 @@ def test_width_ratios_by_the_papers_rule(strategy: str) -> None:
 def test_allsmall_by_the_papers_rule() -> None:
     settings = settings_with(strategy="allsmall", heterofl__width_rule="paper")
     blueprint = blueprint_of("convnet")
-    policy = find_method("allsmall").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
-    assert isinstance(policy, AllSmallCut)
-    whole = policy.cost_model.bytes(whole_model(blueprint))
-    assert [policy.fit(budget, whole).width for budget in (2 * whole, whole, whole * 3 // 4 - 1)] == [1, 1, 47 / 64]
+    cut = find_method("allsmall").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
+    assert isinstance(cut, AllSmallCut)
+    whole = cut.cost_model.bytes(whole_model(blueprint))
+    assert [cut.fit(budget, whole).width for budget in (2 * whole, whole, whole * 3 // 4 - 1)] == [1, 1, 47 / 64]
     with pytest.raises(
         ValueError, match=r"'paper' gives 0.01562 of the channels, which need [\d,]+ bytes, and .* has 100;"
     ):
-        policy.fit(100, whole)
+        cut.fit(100, whole)
 
 
 def test_prism_takes_the_largest_that_fits() -> None:
-    policy = policy_of("prism", "resnet18", "prism", batch_size=32)
-    full = policy.cost_model.reference_bytes
+    cut = cut_of("prism", "resnet18", "prism", batch_size=32)
+    full = cut.cost_model.reference_bytes
     assert full == 4 * 15 * 65536 * 32
 
     def taken(share: float) -> str:
-        return label(parts_of(policy, 0, state(share * full), 1e9)[0])
+        return label(parts_of(cut, 0, state(share * full), 1e9)[0])
 
     assert [taken(share) for share in (0.31, 0.61, 0.92, 1.3)] == [f"sub-model {keep}" for keep in (0.2, 0.4, 0.6, 0.8)]
     with pytest.raises(MemoryBudgetExceededError):
@@ -402,12 +400,12 @@ def test_prism_takes_the_largest_that_fits() -> None:
 
 
 def test_profl_uses_the_authors_thresholds_where_they_are_known() -> None:
-    policy = policy_of("profl", "resnet18", "profl")
-    assert [policy.cost_model.bytes(stage.parts[0]) for stage in policy.stages] == [506e6, 220e6, 112e6, 100e6]
-    assert policy.cost_model.reference_bytes == 840e6
-    assert policy.cost_model.bytes(Part(policy.blueprint, (0, 1, 2), "exits.2")) == 478e6
+    cut = cut_of("profl", "resnet18", "profl")
+    assert [cut.cost_model.bytes(stage.parts[0]) for stage in cut.stages] == [506e6, 220e6, 112e6, 100e6]
+    assert cut.cost_model.reference_bytes == 840e6
+    assert cut.cost_model.bytes(Part(cut.blueprint, (0, 1, 2), "exits.2")) == 478e6
     # another batch: the formula, 3 maps a convolution: 5 convolutions, 3 basic ones of 2, 1 and 0.5 x 2^-2
-    other = policy_of("profl", "resnet18", "profl", batch_size=32)
+    other = cut_of("profl", "resnet18", "profl", batch_size=32)
     units = 3 * 5 + 1 / 2 + 1 / 4 + 1 / 8
     assert other.cost_model.bytes(other.stages[0].parts[0]) == int(10**6 * units * 32 / 2)
 
@@ -425,10 +423,10 @@ def test_a_basic_layer_says_what_it_makes() -> None:
 
 
 def test_what_fedepth_leaves_out_is_said() -> None:
-    policy = policy_of("fedepth", "preresnet20", "fedepth", batch_size=32)
-    parts = parts_of(policy, 0, state(policy.cost_model.reference_bytes / 8), 1e9)
-    assert policy.find_excluded(parts) == ["block1", "block2", "block3"]
-    assert policy.find_excluded(parts_of(policy, 0, state(policy.cost_model.reference_bytes), 1e9)) == []
+    cut = cut_of("fedepth", "preresnet20", "fedepth", batch_size=32)
+    parts = parts_of(cut, 0, state(cut.cost_model.reference_bytes / 8), 1e9)
+    assert cut.find_excluded(parts) == ["block1", "block2", "block3"]
+    assert cut.find_excluded(parts_of(cut, 0, state(cut.cost_model.reference_bytes), 1e9)) == []
 
 
 def test_factories_with_lists_are_distinguished_by_their_values() -> None:
@@ -481,9 +479,9 @@ def test_fedepths_memory_model_counts_the_layers_of_sub_models_and_takes_widths_
     assert sizes[0] < 0.42 * whole
 
 
-def test_a_policy_does_not_change() -> None:
-    policy = policy_of("fedprophet", "vgg16", "fedprophet", 60e6)
-    count = len(policy.stages)
+def test_a_cut_does_not_change() -> None:
+    cut = cut_of("fedprophet", "vgg16", "fedprophet", 60e6)
+    count = len(cut.stages)
     with pytest.raises(AttributeError, match="smallest of a cut is set already"):
-        policy.smallest = 10**9
-    assert len(policy.with_smallest(10**9).stages) < count == len(policy.stages)
+        cut.smallest = 10**9
+    assert len(cut.with_smallest(10**9).stages) < count == len(cut.stages)

@@ -30,18 +30,18 @@ def test_seconds_by_hand() -> None:
     """Two pieces on 40 and on 20 examples, of which half the FLOPs are executed."""
     settings = tiny_settings(training__batch_size=32, training__local_epochs=1)
     blueprint = a_blueprint()
-    policy = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
-    parts = [policy.part(policy.item(atoms)) for atoms in ((0, 1, 2), (3, 4))]
+    cut = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
+    parts = [cut.part(cut.item(atoms)) for atoms in ((0, 1, 2), (3, 4))]
     state = DeviceState("board", 10**9, 1e9, 1e6, 1e7, disk_latency=0.25)
-    flops, flops2 = (policy.cost_model.trace(part).flops for part in parts)
+    flops, flops2 = (cut.cost_model.trace(part).flops for part in parts)
     held, held2 = (part.state_bytes for part in parts)
     entering, entering2 = (part.input_bytes for part in parts)
     assert entering == 4 * 64
     computed = 0.5 * (flops * 40 / 32 + flops2 * 20 / 32)
-    assert work_flops(policy.cost_model, parts, [40, 20], 0.5) == computed
+    assert work_flops(cut.cost_model, parts, [40, 20], 0.5) == computed
     disk = held + entering * 40 + held2 + entering2 * 20
     expected = computed / 1e9 + (300 + 200) / 1e6 + disk / 1e7 + (2 + 1) * 0.25
-    found = work_seconds(policy, policy.cost_model, parts, [40, 20], state, (300, 200), 0.5)
+    found = work_seconds(cut, cut.cost_model, parts, [40, 20], state, (300, 200), 0.5)
     assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -49,11 +49,11 @@ def test_swapping_takes_what_the_clock_of_batches_says() -> None:
     """64 examples are two batches, each of which goes to the disk and back: the device has next to no memory."""
     settings = tiny_settings(training__batch_size=32, training__local_epochs=1, strategy="fedavg")
     blueprint = a_blueprint()
-    policy = find_method("fedavg").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
-    state, (part,) = DeviceState("board", 100_000, 1e9, 1e6, 1e7), policy.stages[0].parts
-    batch = policy.cost_model.batch(part, 32)
+    cut = find_method("fedavg").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
+    state, (part,) = DeviceState("board", 100_000, 1e9, 1e6, 1e7), cut.stages[0].parts
+    batch = cut.cost_model.batch(part, 32)
     assert batch.training_bytes > state.budget_bytes
-    found = swapped_seconds(settings, policy.cost_model, part, 64, state, (300, 200))
+    found = swapped_seconds(settings, cut.cost_model, part, 64, state, (300, 200))
     assert found == pytest.approx(task_seconds(state, [batch, batch], 300, 200))
-    fits = work_seconds(policy, policy.cost_model, [part], [64], state, (300, 200))
+    fits = work_seconds(cut, cut.cost_model, [part], [64], state, (300, 200))
     assert found > fits + 2 * 4 * 4 * batch.parameters / 1e7  # parameters alone go both ways twice, for each batch

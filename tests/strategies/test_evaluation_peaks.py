@@ -109,10 +109,10 @@ def test_one_byte_less_is_refused(tmp_path: Path) -> None:
     """The smallest step computes one example at once; a client that may use just its bytes evaluates."""
     settings = tiny_settings(strategy="fedavg", architecture__batch_norm="running")
     model = a_blueprint(batch_norm="running")
-    policy = find_method("fedavg").make_cut(model, cost_model_for(settings, model), settings)
-    (least,) = evaluation_steps(policy, model, tuple(range(5)), "head", 0, 22)
+    cut = find_method("fedavg").make_cut(model, cost_model_for(settings, model), settings)
+    (least,) = evaluation_steps(cut, model, tuple(range(5)), "head", 0, 22)
     assert least.examples == 1
-    assert evaluation_steps(policy, model, tuple(range(5)), "head", least.bytes, 22) == [least]
+    assert evaluation_steps(cut, model, tuple(range(5)), "head", least.bytes, 22) == [least]
     fleet = fleet_json(rich=10**8, least=least.bytes, less=least.bytes - 1)
     further = {"fleet": fleet, "data__validation_fraction": 0.4, "evaluation__on_clients_every": 1}
     (record,) = run_local(tmp_path, **TRIO | RUNNING | {"strategy": "fedavg"} | further).rounds()
@@ -152,13 +152,13 @@ def test_batches_are_cut_where_results_do_not_depend_on_it(norm: str, fit: str, 
     """Where batch norms use the statistics of the examples computed together, only `memory.fit` cuts batches."""
     settings = tiny_settings(strategy="fedavg", architecture__batch_norm=norm, memory__fit=fit)
     model = a_blueprint(batch_norm="batch" if norm == "measured" else norm)
-    policy = find_method("fedavg").make_cut(model, cost_model_for(settings, model), settings)
+    cut = find_method("fedavg").make_cut(model, cost_model_for(settings, model), settings)
     costs = {16: 900, 11: 800, 5: 500, 3: 400, 2: 300, 1: 200}
 
     def found(allowed: int, examples: int = 11) -> EvaluationStep:
         needed = {"all": 0, "one": -50}
         (step,) = choose_step(
-            policy, model, lambda _, size, held: costs[size] + needed[held], allowed, examples, ways=[*needed]
+            cut, model, lambda _, size, held: costs[size] + needed[held], allowed, examples, ways=[*needed]
         )
         return step
 
@@ -188,22 +188,20 @@ def test_a_step_that_fits_is_chosen() -> None:
 def test_a_plan_says_who_trains_but_cannot_evaluate(strategy: str) -> None:
     settings = tiny_settings(strategy=strategy, architecture__batch_norm="batch", evaluation__on_clients_every=1)
     model = a_blueprint()
-    policy = find_method(strategy).make_cut(model, cost_model_for(settings, model, 1), settings).with_smallest(600_000)
-    needed = policy.evaluation_bytes(20)
-    assert evaluation_row(policy, {0: needed, 1: 10**9}, 20) is None
-    found = evaluation_row(policy, {0: needed - 1, 1: needed - 2, 2: needed}, 20)
+    cut = find_method(strategy).make_cut(model, cost_model_for(settings, model, 1), settings).with_smallest(600_000)
+    needed = cut.evaluation_bytes(20)
+    assert evaluation_row(cut, {0: needed, 1: 10**9}, 20) is None
+    found = evaluation_row(cut, {0: needed - 1, 1: needed - 2, 2: needed}, 20)
     assert found == {"clients": 2, "of": 3, "needed": needed, "least": needed - 2}
     assert "2 of 3 clients that train have no memory to evaluate the model" in evaluation_warning(found)
     assert (
-        evaluation_row(policy, {}, 20)
-        is evaluation_row(find_method("fedavg").make_cut(*vars_of(policy)), {0: 1}, 20)
-        is None
+        evaluation_row(cut, {}, 20) is evaluation_row(find_method("fedavg").make_cut(*vars_of(cut)), {0: 1}, 20) is None
     )
 
 
-def vars_of(policy: Cut) -> tuple[Any, ...]:
-    """What another policy is made of."""
-    return policy.blueprint, policy.cost_model, policy.settings
+def vars_of(cut: Cut) -> tuple[Any, ...]:
+    """What another cut is made of."""
+    return cut.blueprint, cut.cost_model, cut.settings
 
 
 def test_a_client_that_measures_its_memory_gets_the_smallest_step_too() -> None:

@@ -221,8 +221,8 @@ def test_two_classes_of_one_logit() -> None:
 def test_the_papers_memory_counts_no_classifiers(depth: int, megabytes: int) -> None:
     resnet = build_blueprint("resnet18", num_classes=10, input_shape=(3, 32, 32))
     settings = settings_with(model="resnet18", memory__model="profl", training__batch_size=64)
-    policy = DepthFLCut(resnet, cost_model_for(settings, resnet), settings, method=DepthFL)
-    assert policy.bytes(policy.depth(depth)) == megabytes * 10**6
+    cut = DepthFLCut(resnet, cost_model_for(settings, resnet), settings, method=DepthFL)
+    assert cut.bytes(cut.depth(depth)) == megabytes * 10**6
 
 
 @pytest.mark.parametrize(

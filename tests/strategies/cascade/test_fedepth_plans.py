@@ -25,10 +25,10 @@ def read(item: WorkItem) -> str:
 def planned(preset: str, *sets: str) -> list[str]:
     settings = settings_from(preset, [*sets])
     planner, (states, *_) = planner_for(load_fleet(settings.fleet), settings, ask(settings))
-    policy = planner.cut
-    assert isinstance(policy, FeDepthCut)
+    cut = planner.cut
+    assert isinstance(cut, FeDepthCut)
     allowed = {state.device: state.allowed_bytes for state in states}
-    return [" | ".join(map(read, policy.items(bytes, policy.needed_bytes))) for bytes in allowed.values()]
+    return [" | ".join(map(read, cut.items(bytes, cut.needed_bytes))) for bytes in allowed.values()]
 
 
 @pytest.mark.parametrize("preset", ["fedepth-cifar10-fair", "fedepth-cifar10-authors"])

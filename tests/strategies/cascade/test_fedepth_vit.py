@@ -54,7 +54,7 @@ def fleet(**shares: float) -> str:
 
 
 @cache
-def policy_of(shape: tuple[int, int, int], patch: int) -> FeDepthCut:
+def cut_of(shape: tuple[int, int, int], patch: int) -> FeDepthCut:
     settings = settings_with(strategy="fedepth", model="vit", training__batch_size=32, fedepth__mutual_models=1)
     blueprint = build_blueprint("vit", num_classes=10, input_shape=shape, patch=patch)
     return FeDepthCut(blueprint, cost_model_for(settings, blueprint), settings, method=FeDepth)
@@ -62,14 +62,14 @@ def policy_of(shape: tuple[int, int, int], patch: int) -> FeDepthCut:
 
 @pytest.mark.parametrize(("shape", "patch"), [((1, 28, 28), 7), ((3, 224, 224), 16)])
 def test_the_fleet_makes_groups_of_2_4_6_and_12_encoders(shape: tuple[int, int, int], patch: int) -> None:
-    policy = policy_of(shape, patch)
-    full = policy.cost_model.reference_bytes
+    cut = cut_of(shape, patch)
+    full = cut.cost_model.reference_bytes
     for device, size in zip(load_fleet("fedepth-vit").devices, (2, 4, 6, 12), strict=True):
-        items = policy.items(device.budget(full), policy.bytes)
+        items = cut.items(device.budget(full), cut.bytes)
         pieces = [item.atoms for item in items]
         assert pieces[0] == tuple(range(size + 1))  # the embedding, atom 0, with the first encoders
         assert [len(piece) for piece in pieces[1:]] == [size] * (12 // size - 1)
-        peaks = [policy.bytes(item) / full for item in items]
+        peaks = [cut.bytes(item) / full for item in items]
         assert max(peaks) <= {2: 0.21, 4: 0.37, 6: 0.53, 12: 1.0}[size]  # 0.45 is asked of the smallest
 
 

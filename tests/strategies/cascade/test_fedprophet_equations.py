@@ -234,12 +234,12 @@ LAST_TWO = 12 * (20 + 30 + 12) + 8 * (3 + 5 + 5)
 PLENTY = 10**6
 
 
-def a_policy(**changes: Any) -> FedProphetCut:
+def a_cut(**changes: Any) -> FedProphetCut:
     blueprint = chain(4, linear(4, 3), linear(3, 5), linear(5, 5))
     settings = settings_with(memory__model="fedprophet", training__batch_size=2, attack__steps=1, **changes)
-    policy = FedProphetCut(blueprint, cost_model_for(settings, blueprint, 1), settings, smallest=600, method=FedProphet)
-    assert [stage.parts[0].atoms for stage in policy.stages] == [(0,), (1,), (2,)]
-    return policy
+    cut = FedProphetCut(blueprint, cost_model_for(settings, blueprint, 1), settings, smallest=600, method=FedProphet)
+    assert [stage.parts[0].atoms for stage in cut.stages] == [(0,), (1,), (2,)]
+    return cut
 
 
 def assigned(
@@ -247,13 +247,13 @@ def assigned(
 ) -> list[int]:
     """The atoms that a client with this budget trains; here each is a module."""
     device = DeviceState("board", budget, speed, math.inf, 1e8, 0.0, tolerance=tolerance)
-    return list(a_policy(**changes).choose_atoms(stage, device, slowest))
+    return list(a_cut(**changes).choose_atoms(stage, device, slowest))
 
 
 def test_the_memory_of_modules_by_hand() -> None:
-    policy = a_policy()
+    cut = a_cut()
     assert (ONE, TWO, ALL, LAST_TWO) == (348, 676, 1060, 848)
-    assert [policy.bytes(policy.item(piece)) for piece in ((0,), (0, 1), (0, 1, 2), (1, 2))] == [
+    assert [cut.bytes(cut.item(piece)) for piece in ((0,), (0, 1), (0, 1, 2), (1, 2))] == [
         ONE,
         TWO,
         ALL,

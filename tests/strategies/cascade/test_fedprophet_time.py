@@ -13,11 +13,11 @@ from benchmarks.fedprophet_rounds import (
     How,
     batches,
     client_seconds,
+    cut_for,
     draw,
     fedprophet,
     fleet_of,
     jfat,
-    policy_for,
     whole_model,
 )
 from benchmarks.fedprophet_time import stage_length
@@ -40,17 +40,17 @@ def test_a_full_batch_takes_the_memory_of_the_papers_tables() -> None:
     for setting, whole in ((CIFAR10, 301_663_096), (CALTECH, 1_130_521_344)):
         ((batch, count),) = batches(setting, whole_model(setting), How())
         assert (batch.training_bytes, count) == (whole, ITERATIONS)
-        for stage in policy_for(setting.flags).stages:
+        for stage in cut_for(setting.flags).stages:
             (module, _), *_ = batches(setting, stage.parts[0].atoms, How())
-            policy = policy_for(setting.flags)
-            assert module.training_bytes == policy.bytes(policy.item(stage.parts[0].atoms))
+            cut = cut_for(setting.flags)
+            assert module.training_bytes == cut.bytes(cut.item(stage.parts[0].atoms))
 
 
 def test_the_last_batch_of_an_epoch_is_smaller() -> None:
     # 400 = 6 x 64 + 16: 30 batches are 4 epochs of 7 and two more; 187 = 5 x 32 + 27: 5 epochs of 6
     for setting, sizes in ((CIFAR10, [(64, 26), (16, 4)]), (CALTECH, [(32, 25), (27, 5)])):
         work = batches(setting, whole_model(setting), How(remainder=True))
-        image = (policy := policy_for(setting.flags)).part(policy.item((0,))).input_bytes
+        image = (cut := cut_for(setting.flags)).part(cut.item((0,))).input_bytes
         assert [(batch.input_bytes // image, count) for batch, count in work] == sizes
 
 
@@ -71,12 +71,10 @@ def test_jfat_on_one_device_by_hand() -> None:
 
 def test_module_assignment_does_not_make_rounds_longer() -> None:
     """Eq. 15, up to what the authors' count adds to multiply-accumulates; somebody is given more than one module."""
-    drawn, policy = draw(fleet_of(CIFAR10, True), (1,), 5), policy_for(CIFAR10.flags)
+    drawn, cut = draw(fleet_of(CIFAR10, True), (1,), 5), cut_for(CIFAR10.flags)
     slowest = [min(state.flops_per_second for state in states) for states in drawn]
-    pieces = {
-        policy.choose_atoms(0, s, minimum) for states, minimum in zip(drawn, slowest, strict=True) for s in states
-    }
-    assert pieces - {policy.stages[0].parts[0].atoms}
+    pieces = {cut.choose_atoms(0, s, minimum) for states, minimum in zip(drawn, slowest, strict=True) for s in states}
+    assert pieces - {cut.stages[0].parts[0].atoms}
     pairs = zip(*(fedprophet(CIFAR10, drawn, How(), dma) for dma in (True, False)), strict=True)
     for with_dma, without in chain(*(zip(*pair, strict=True) for pair in pairs)):
         assert sum(without) <= sum(with_dma) * (1 + 1e-9) <= sum(without) * 1.02

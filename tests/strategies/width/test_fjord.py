@@ -219,10 +219,10 @@ def test_following_the_channels_is_no_part_of_a_steps_cost(monkeypatch: pytest.M
     monkeypatch.setattr(costs, "_TRACED", {})
     settings = tiny_settings(strategy="fjord", heterofl__width_ratios="1,0.5")
     blueprint = a_blueprint()
-    policy = FjORDCut(blueprint, costs.cost_model_for(settings, blueprint), settings, method=FjORD)
+    cut = FjORDCut(blueprint, costs.cost_model_for(settings, blueprint), settings, method=FjORD)
     channel_axes.cache_clear()
-    nested, alone = (policy.cost_model.trace(part).flops for part in (policy.step(0, 0), whole_model(blueprint)))
-    again = policy.cost_model.trace(policy.step(0, 1)).flops
+    nested, alone = (cut.cost_model.trace(part).flops for part in (cut.step(0, 0), whole_model(blueprint)))
+    again = cut.cost_model.trace(cut.step(0, 1)).flops
     channel_axes.cache_clear()
     costs._TRACED.clear()
-    assert (nested, policy.cost_model.trace(policy.step(0, 1)).flops) == (alone, again)
+    assert (nested, cut.cost_model.trace(cut.step(0, 1)).flops) == (alone, again)
