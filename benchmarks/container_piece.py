@@ -87,11 +87,11 @@ def start_executor(log: Path) -> subprocess.Popen[bytes]:
 def filled_store(folder: Path, blueprint: "Blueprint", atoms: tuple[int, ...]) -> "Store":
     """A client's store that holds the weights of some atoms and of the head."""
     from piecework.client_app.store import Store
-    from piecework.models.cascade import isolated_rng
+    from piecework.models.cascade import isolate_rng
 
     store = Store(folder, "benchmark", 0, "train-1")
     for unit in [*(f"atoms.{atom}" for atom in atoms), "head"]:
-        with isolated_rng(0):
+        with isolate_rng(0):
             store.save(unit, blueprint.build_unit(unit))
     return store
 

@@ -19,7 +19,7 @@ from piecework.client_app.client import STAGES, Client, feature_kind
 from piecework.client_app.frozen import file_hash
 from piecework.client_app.seal import is_sealed, seal_file
 from piecework.client_app.store import FeatureWriter
-from piecework.models.cascade import isolated_rng
+from piecework.models.cascade import isolate_rng
 from piecework.models.partition import Piece, runs
 from piecework.models.static_norms import forget_statistics, measure_norms
 from piecework.training.examples import Examples, feature_examples
@@ -170,7 +170,7 @@ def _dropout(client: Client, module: Piece, positions: np.ndarray, *, training: 
     """Return a context that, in training mode, seeds dropout by client, module and batch, but not by round."""
     if not training:
         return nullcontext()
-    return isolated_rng(integer(client.settings.seed, client.number, "dropout", runs(module), int(positions[0])))
+    return isolate_rng(integer(client.settings.seed, client.number, "dropout", runs(module), int(positions[0])))
 
 
 def _mix_batches(client: Client, count: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

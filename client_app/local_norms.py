@@ -12,7 +12,7 @@ import numpy as np
 
 from piecework.client_app.client import Client
 from piecework.client_app.store import Store
-from piecework.models.cascade import isolated_rng
+from piecework.models.cascade import isolate_rng
 from piecework.models.static_norms import batch_norm_names
 from piecework.models.width import Indices, shapes, take
 
@@ -40,7 +40,7 @@ def keep(client: Client, units: list[str], places: Mapping[str, Indices]) -> Non
     folder.mkdir(exist_ok=True)
     full = shapes(client.full) if places else {}
     for unit in units:
-        with isolated_rng(0):
+        with isolate_rng(0):
             names = batch_norm_names(unit, client.blueprint.build_unit(unit))
         own = {name: array for name, array in client.store.read([unit]) if name in names}
         seen = bool(places) and (folder / f"{unit}.safetensors").is_file()

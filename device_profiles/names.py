@@ -10,11 +10,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     Capitals, and hyphens in the place of underscores, do not count.
     """
     names = list(known)
-    folded = {folded_name(name): name for name in reversed(names)}  # of two alike, the first stays
-    near = get_close_matches(folded_name(word), folded, n=1)
+    folded = {fold_name(name): name for name in reversed(names)}  # of two alike, the first stays
+    near = get_close_matches(fold_name(word), folded, n=1)
     return f"; did you mean {folded[near[0]]!r}?" if near else ""
 
 
-def folded_name(name: str) -> str:
+def fold_name(name: str) -> str:
     """Return a name without capitals and underscores."""
     return name.strip().lower().replace("_", "-")

@@ -41,10 +41,10 @@ def caltech256(source: Path, download: bool) -> Source:
             "fetch it again, or take your own images by folder:<dir>"
         )
     names = tuple(folder.name.partition(".")[2] for folder in folders)
-    return replace(held_out_squares(classes, _TEST_IMAGES, _SHORT_EDGE, _EDGE), class_names=names)
+    return replace(hold_out_squares(classes, _TEST_IMAGES, _SHORT_EDGE, _EDGE), class_names=names)
 
 
-def held_out_squares(classes: list[list[Path]], test_images: int, short_edge: int, edge: int) -> Source:
+def hold_out_squares(classes: list[list[Path]], test_images: int, short_edge: int, edge: int) -> Source:
     """Return the pictures of each class as `square` makes them; a fixed seed draws `test_images` of each for tests."""
     rng = np.random.default_rng(np.random.SeedSequence(_TEST_SEED))
     train: list[tuple[Path, int]] = []

@@ -145,12 +145,12 @@ def hold_out(
     class_names: tuple[str, ...] = (),
 ) -> Source:
     """Hold out a fifth of each class as the test set, always the same fifth."""
-    train, test = held_out_rows(labels)
+    train, test = hold_out_rows(labels)
     sets = (inputs[train], labels[train], inputs[test], labels[test])
     return Source(*sets, num_classes, groups=None if groups is None else groups[train], class_names=class_names)
 
 
-def held_out_rows(labels: Ints) -> tuple[Ints, Ints]:
+def hold_out_rows(labels: Ints) -> tuple[Ints, Ints]:
     """Return the rows of `hold_out`'s training and test sets. Raises DatasetError if there are too few examples."""
     rng = np.random.default_rng(np.random.SeedSequence(_HOLD_OUT_SEED))
     parts = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]

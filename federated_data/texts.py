@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from piecework.federated_data.sources import DatasetError, Ints, Source, extra, fetch, held_out_rows
+from piecework.federated_data.sources import DatasetError, Ints, Source, extra, fetch, hold_out_rows
 
 WORDS, LENGTH = 1000, 500  # a token is 0, or 1..WORDS by frequency
 IMDB_CLASSES = ("neg", "pos")
@@ -77,7 +77,7 @@ def text(source: Path, download: bool) -> Source:
             )
         test_texts, test_labels = _read_folder(source / "test", classes)
     else:
-        rows, test_rows = held_out_rows(labels)
+        rows, test_rows = hold_out_rows(labels)
         test_texts, test_labels = [texts[row] for row in test_rows], labels[test_rows]
         texts, labels = [texts[row] for row in rows], labels[rows]
     tokens, test_tokens = tokenise(texts, test_texts)

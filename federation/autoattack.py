@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from piecework.federated_data.datasets import ArrayDataset
-from piecework.models.cascade import isolated_rng
+from piecework.models.cascade import isolate_rng
 from piecework.training.memory_cap import return_free_memory
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.setup import image_attack
@@ -94,7 +94,7 @@ def autoattack(
     """
     started = time.perf_counter()
     library = _torchattacks()
-    with still(model), isolated_rng(seed), fixed_statistics(model, images, batch_size) as fixed:
+    with still(model), isolate_rng(seed), fix_statistics(model, images, batch_size) as fixed:
         logits = torch.cat([_logits(model, batch) for batch in torch.split(images, batch_size)])
         classes = logits.shape[1]
         if classes < MIN_CLASSES:
@@ -191,7 +191,7 @@ def still(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def fixed_statistics(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[bool]:
+def fix_statistics(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[bool]:
     """In the body, batch norms without running statistics use those of these images. Yields whether there are such norms."""
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
     momenta = [norm.momentum for norm in norms]

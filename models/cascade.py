@@ -258,7 +258,7 @@ def initial_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the initial arrays by name, a pure function of (blueprint, units, seed). Only one unit is in memory at a time."""
     for number, unit in enumerate(units or blueprint.units(exits=exits)):
-        with isolated_rng(int(np.random.SeedSequence([seed, number]).generate_state(1)[0])):
+        with isolate_rng(int(np.random.SeedSequence([seed, number]).generate_state(1)[0])):
             module = blueprint.build_unit(unit)
             if blueprint.initialisation == "kaiming-normal":
                 draw_kaiming_normal(module)
@@ -306,7 +306,7 @@ def unset_weights() -> Iterator[None]:
 
 
 @contextmanager
-def isolated_rng(seed: int) -> Iterator[None]:
+def isolate_rng(seed: int) -> Iterator[None]:
     """Seed torch's global generator, from which layers are initialised, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

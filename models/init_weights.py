@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from piecework.models.cascade import Blueprint, isolated_rng, parameter_names
+from piecework.models.cascade import Blueprint, isolate_rng, parameter_names
 from piecework.models.torchvision_names import NAMED, torchvision_name_map
 
 SHOWN = 6
@@ -79,7 +79,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _empty_state(blueprint: Blueprint) -> dict[str, Tensor]:
     """Return names, shapes and dtypes of the whole model without allocating it."""
-    with isolated_rng(0), torch.device("meta"):
+    with isolate_rng(0), torch.device("meta"):
         return {
             f"{unit}.{name}": value
             for unit in blueprint.units()

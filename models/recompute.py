@@ -53,7 +53,7 @@ class _Segment:
         with (
             torch.enable_grad(),
             torch.random.fork_rng(devices=self.gpus),
-            unchanged_buffers(self.modules),
+            restore_buffers(self.modules),
             torch.autocast(self.device, dtype, enabled=enabled),
             saved_tensors_hooks(lambda tensor: found.append(tensor.detach()), _not_kept),
         ):
@@ -69,7 +69,7 @@ def _not_kept(_: None) -> Tensor:
 
 
 @contextmanager
-def unchanged_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+def restore_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Give buffers back the values that they have at the start."""
     buffers = [buffer for module in modules for buffer in module.buffers()]
     before = [buffer.clone() for buffer in buffers]

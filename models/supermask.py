@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from piecework.models.cascade import Atom, Blueprint, isolated_rng
+from piecework.models.cascade import Atom, Blueprint, isolate_rng
 from piecework.models.change import Change, Origin
 
 
@@ -50,7 +50,7 @@ class Scored(nn.Module):
     def begin(self, seed: int, by_authors: bool) -> None:
         """Freeze random weights drawn from the seed, and draw initial scores from N(0, 1)."""
         scale = math.e / math.sqrt(self.get_parameter("weight")[0].numel())
-        with isolated_rng(seed):
+        with isolate_rng(seed):
             for name, parameter in list(self.named_parameters(recurse=False)):
                 signs = torch.empty_like(parameter, requires_grad=False).bernoulli_(0.5).mul_(2).sub_(1)
                 self.register_buffer(f"frozen_{name}", signs.mul_(scale), persistent=False)

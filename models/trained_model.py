@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from piecework.device_profiles.documents import abbreviate
-from piecework.models.cascade import Blueprint, Cascade, isolated_rng
+from piecework.models.cascade import Blueprint, Cascade, isolate_rng
 from piecework.models.depth_exits import ExitCascade
 from piecework.models.dual_norm import begin_adversarial, use
 from piecework.models.model_file import ModelFileError, description, require_loadable
@@ -187,10 +187,10 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
         kind = ExitCascade if exits else Cascade
         with safe_open(file, framework="pt") as arrays, torch.no_grad():
             # without memory for weights first: a description may ask for more than the file has, or any machine
-            with isolated_rng(0), torch.device("meta"):
+            with isolate_rng(0), torch.device("meta"):
                 for name, target in named_arrays(kind(part), atoms, head):
                     require_shape(target, tuple(arrays.get_slice(name).get_shape()), name)
-            with isolated_rng(0):
+            with isolate_rng(0):
                 network = kind(part)
             for name, target in named_arrays(network, atoms, head):
                 target.copy_(of_type(target, arrays.get_tensor(name), name))

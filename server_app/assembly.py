@@ -41,7 +41,7 @@ class Assembly:
         self.stragglers.wait(seconds)
         for report in self.server.round.reports.values() if self.settings.simulated else ():
             if report.status == "late":
-                done = self.deadlines.simulated_task(report)
+                done = self.deadlines.simulate_task(report)
                 self.stragglers.add(report.client, server_round, done.total - seconds, (report.device, *done))
         self._note_busy()
 

@@ -127,13 +127,13 @@ class Deadlines:
                 reports[client].end("late", deadline_message(deadline))
         for report in reports.values() if self.simulated else ():
             if report.status in TRAINED:
-                self.note_simulated(report.client, report.device, self.simulated_task(report))
+                self.note_simulated(report.client, report.device, self.simulate_task(report))
 
     def _on_simulated_clock(self, report: ClientReport) -> float:
         _, work = self._works.get(report.client, ("", 0.0))
         return self.pace.deadline(report.client, report.device, Load(work, report.bytes_down))
 
-    def simulated_task(self, report: ClientReport) -> Done:
+    def simulate_task(self, report: ClientReport) -> Done:
         """Return what a client did in this round, on the simulated clock."""
         device = self.server.round.assigned[report.client].device
         network = simulated_seconds(device, 0, report.bytes_down, report.bytes_up)

@@ -14,7 +14,7 @@ def describe_model(settings: Settings, data: ArrayDataset) -> dict[str, Any]:
         "model": {
             "name": settings.model,
             "width": settings.architecture.width,
-            "options": settings.architecture.parsed_options(),
+            "options": settings.architecture.parse_options(),
             "batch_norm": settings.norms,
             "input_shape": list(data.input_shape),
             "num_classes": data.num_classes,

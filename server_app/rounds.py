@@ -32,7 +32,7 @@ from piecework.server_app.recovery import Recovery, find_recovery, quarantine
 from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, TrainingPhase, record_of
 from piecework.server_app.run_folder import COMPLETED, nothing_left, require_new
 from piecework.server_app.run_lock import run_lock
-from piecework.server_app.run_values import ends_early, first_values, note_round, resumed_values
+from piecework.server_app.run_values import ends_early, first_values, note_round, resume_values
 from piecework.server_app.served_model import ServedModel
 from piecework.server_app.start import check_coverage
 from piecework.server_app.summary import empty_round_message, how_stopped, stage_warnings, summarise
@@ -61,7 +61,7 @@ class Run:
         fleet, self.data, blueprint = preflight(settings)
         self.recovery = find_recovery(run_dir) if settings.resume_from else Recovery(None)
         checkpoint = self.recovery.checkpoint
-        self.values = first_values(settings) if checkpoint is None else resumed_values(checkpoint, settings)
+        self.values = first_values(settings) if checkpoint is None else resume_values(checkpoint, settings)
         self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory)
         self.registry.bound = {int(client): name for client, name in self.values.get("node-names", {}).items()}
         self.transport = Transport(

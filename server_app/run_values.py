@@ -23,7 +23,7 @@ def first_values(settings: Settings) -> dict[str, Any]:
     }
 
 
-def resumed_values(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
+def resume_values(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
     """Return the values of a checkpoint for a run with these settings. Raises SettingsError if they are incompatible."""
     check_resume(checkpoint.values["settings"], settings)
     return (

@@ -46,7 +46,7 @@ def refusal(key: str, values: Mapping[str, Scalar]) -> str:
     )
 
 
-def without_unused(given: Mapping[str, Scalar], preset: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], list[str]]:
+def drop_unused(given: Mapping[str, Scalar], preset: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], list[str]]:
     """Return a preset's values overridden by the `given` ones, without those that become unused, and the keys of these.
 
     If `given` replaces the preset's strategy, as with `--set strategy=NAME`, the settings of the preset's own strategy are

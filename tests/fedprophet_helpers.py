@@ -13,7 +13,7 @@ from helpers import SPEEDS, TRIO, a_client, few_digits, tiny_settings
 from torch import nn
 
 from piecework.client_app.client import Client
-from piecework.models.cascade import Atom, Blueprint, Cascade, isolated_rng
+from piecework.models.cascade import Atom, Blueprint, Cascade, isolate_rng
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import Run
@@ -34,7 +34,7 @@ def built(
     blueprint: Blueprint, atoms: tuple[int, ...], head: str | None, seed: int = 0, gain: float = 1.0
 ) -> PieceModel:
     """A piece in evaluation mode with random weights, those of atoms `gain` times torch's."""
-    with isolated_rng(seed):
+    with isolate_rng(seed):
         piece = PieceModel(blueprint, atoms, head, blueprint.build_unit)
     piece.train(False)
     with torch.no_grad():

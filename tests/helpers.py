@@ -14,7 +14,7 @@ from piecework.client_app.client import Client
 from piecework.client_app.store import Store
 from piecework.device_profiles.fleet import Fleet, device_of
 from piecework.federated_data.datasets import default_cache, prepare
-from piecework.models.cascade import Blueprint, Cascade, initial_state, isolated_rng
+from piecework.models.cascade import Blueprint, Cascade, initial_state, isolate_rng
 from piecework.models.zoo import build_blueprint
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
@@ -248,7 +248,7 @@ def average(replies: list[Message], name: str) -> np.ndarray:
 
 def num_parameters(blueprint: Blueprint) -> int:
     """Trainable parameters of a model that is really built; torch's global generator stays as it was."""
-    with isolated_rng(0):
+    with isolate_rng(0):
         return sum(parameter.numel() for parameter in Cascade(blueprint).parameters())
 
 

@@ -65,7 +65,7 @@ def free_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def held_to(device: torch.device, allowed: int | None) -> Iterator[Callable[[], int]]:
+def limit_allocator(device: torch.device, allowed: int | None) -> Iterator[Callable[[], int]]:
     """Limit torch's allocator on a GPU, in the body, to `allowed` bytes plus the allowance beyond a budget; None = no limit.
 
     Yields a function that returns the peak (bytes) since then, or 0 on the CPU. In the body float32 means float32, not TF32,

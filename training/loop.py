@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from piecework.models.cascade import Blueprint, fit_features, isolated_rng, run_atoms, unset_weights
+from piecework.models.cascade import Blueprint, fit_features, isolate_rng, run_atoms, unset_weights
 from piecework.models.recompute import recompute
 from piecework.models.static_norms import count_first_alike
 from piecework.training.accelerator import CPU, release_cache
@@ -172,7 +172,7 @@ class LocalTrainer:
         """Run one pass over the examples in random batches, or the remaining iterations."""
         total = torch.zeros((), device=examples.device)
         left = self.training_config.iterations - self.batches if self.training_config.iterations else None
-        with isolated_rng(_dropout_seed(rng)):
+        with isolate_rng(_dropout_seed(rng)):
             for positions in islice(
                 batches(len(examples), self.training_config.batch_size, rng, drop_single=True), left
             ):
@@ -321,7 +321,7 @@ def load_for_device(blueprint: Blueprint, fill: Callable[[str, nn.Module], None]
     """Return a function that builds a unit on the device with its weights and leaves torch's global generator unchanged."""
 
     def load(unit: str) -> nn.Module:
-        with isolated_rng(0), unset_weights():
+        with isolate_rng(0), unset_weights():
             module = channels_last(blueprint.build_unit(unit))
         fill(unit, module)
         return module.to(device)

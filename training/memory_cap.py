@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from piecework.device_profiles.memory import PeakMemory
 from piecework.device_profiles.profile import is_unlimited
-from piecework.training.accelerator import CPU, held_to, release_cache
+from piecework.training.accelerator import CPU, limit_allocator, release_cache
 
 # Messages of torch's CPU allocator, of C++ and of oneDNN (which does not name memory) when memory is exhausted, then those of
 # CUDA and of its libraries' handles.
@@ -58,7 +58,7 @@ class MemoryCap:
     @contextmanager
     def task(self) -> Iterator[None]:
         """Limit a GPU to the budget in the body. Raises torch.OutOfMemoryError."""
-        with held_to(self.device, self._limit) as peak:
+        with limit_allocator(self.device, self._limit) as peak:
             try:
                 yield
             finally:

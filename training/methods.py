@@ -222,11 +222,11 @@ METHODS = {
 def in_pieces(attacked: bool) -> str:
     """Return the method to try where devices cannot hold the whole model, for clean or for adversarial training."""
     return next(
-        name for name in advised_methods() if METHODS[name].can.cuts and METHODS[name].can.always_attacks == attacked
+        name for name in list_advised() if METHODS[name].can.cuts and METHODS[name].can.always_attacks == attacked
     )
 
 
-def advised_methods() -> list[str]:
+def list_advised() -> list[str]:
     """Return the methods that one would try first, in this order."""
     return sorted(
         (name for name, entry in METHODS.items() if entry.can.advised), key=lambda name: METHODS[name].can.advised

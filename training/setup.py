@@ -185,7 +185,7 @@ def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int)
         width=settings.architecture.width,
         batch_norm=settings.norms_in_training,
         initialisation=settings.training.initialisation,
-        **settings.architecture.parsed_options(),
+        **settings.architecture.parse_options(),
     )
 
 

@@ -46,7 +46,7 @@ def _of_pool(name: str) -> list[dict[str, Any]]:
     return [{"fleet": f"{POOL}{name}", "assignment": "-", **asdict(device)} for device in pool_devices(name)]
 
 
-def measured_here() -> list[dict[str, Any]]:
+def measure_here() -> list[dict[str, Any]]:
     """Return the figures of this machine, as a device with `device = auto` measures them."""
     measured = measure_device(Path.cwd())
     return [

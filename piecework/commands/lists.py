@@ -34,9 +34,9 @@ def devices(
     as_json: Json = False,
 ) -> None:
     """Show the shipped fleets and pools, the devices of one of them, or the figures of this machine."""
-    from piecework.commands.devices import fleet_rows, fleet_tables, measured_here
+    from piecework.commands.devices import fleet_rows, fleet_tables, measure_here
 
-    show(lambda: measured_here() if measure else fleet_rows(fleet), fleet_tables, "", as_json=as_json)
+    show(lambda: measure_here() if measure else fleet_rows(fleet), fleet_tables, "", as_json=as_json)
 
 
 @lists.command()

@@ -10,7 +10,7 @@ from piecework.device_profiles.documents import abbreviate, read_toml
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
 from piecework.engines.processes import Connection
-from piecework.server_app.used_settings import find_unused, require_used, without_unused
+from piecework.server_app.used_settings import drop_unused, find_unused, require_used
 from piecework.training.methods import find_entry
 from piecework.training.settings import Scalar, Settings, SettingsError
 from piecework.training.settings.run import fields
@@ -59,7 +59,7 @@ def settings_from(
     require_strategy(asked_for, there)
     if there and asked_for.get("engine", "deployment") != "deployment":
         raise SettingsError(f"engine = {asked_for['engine']} with --superlink: a SuperLink's nodes are real processes")
-    values, dropped = without_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
+    values, dropped = drop_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
     if dropped:
         LOG.warning("--preset %s: these have no effect with what was given: %s", preset, ", ".join(dropped))
     if there:
@@ -231,10 +231,10 @@ def seeds_from(seeds: str, assignments: list[str], named: Scalars, settings: Set
     if "seed" in asked_for:
         option = f"--seed {named['seed']}" if "seed" in named else f"--set seed={asked_for['seed']}"
         raise SettingsError(f"--seeds {seeds} contradicts {option}: give one of them")
-    return seed_list(seeds)
+    return parse_seeds(seeds)
 
 
-def seed_list(seeds: str) -> list[int]:
+def parse_seeds(seeds: str) -> list[int]:
     """Parse `1,2,3`. Raises SettingsError."""
     parts = [part.strip() for part in seeds.split(",")]
     if not all(part.isdecimal() and len(part) < DIGITS for part in parts) or len(set(parts)) < len(parts):

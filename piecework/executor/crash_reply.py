@@ -103,7 +103,7 @@ def failure(error: Exception, doing: str) -> Error:
     return Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"the task failed {why}")
 
 
-def unanswered(notes: bytes) -> bytes:
+def read_unanswered(notes: bytes) -> bytes:
     """Return the metadata of the message that a task had and had not begun to answer; empty if there is none."""
     *lines, _ = notes.split(b"\n")  # what follows the last end of a line was not written whole
     return bytes.fromhex(lines[0].decode()) if len(lines) == 1 else b""
@@ -132,7 +132,7 @@ def answer(words: list[str], notes: bytes, reason: str) -> None:
 
     One that it had begun to answer itself is left to Flower.
     """
-    if not (known := unanswered(notes)):
+    if not (known := read_unanswered(notes)):
         return
     client = client_of(words)
     try:

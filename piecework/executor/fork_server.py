@@ -51,7 +51,7 @@ class Parent:
                 pass
         return readable
 
-    def ended(self) -> Iterator[tuple[int, int]]:
+    def reap(self) -> Iterator[tuple[int, int]]:
         """Yield pid and exit code (-9 after signal 9) of each child that has ended, which are no zombies from then on."""
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -100,7 +100,7 @@ class Parent:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         while self.children and time.monotonic() < deadline:
-            list(self.ended())
+            list(self.reap())
             time.sleep(0.05)
         for pid in self.children:
             with suppress(ProcessLookupError):
@@ -133,7 +133,7 @@ class Executor(Parent):
             readable = self.wait(
                 *([] if self.warm else [self.requests]), seconds=None if parent is None else LOOK_SECONDS
             )
-            for pid, code in self.ended():
+            for pid, code in self.reap():
                 if pid in self.pollers and code >= 0 and len(pollers) == 1:
                     return code
                 self._replace(pid, code)
@@ -204,7 +204,7 @@ class ForkServer(Parent):
         while not self.asked_to_end:
             if not self.wait(self.requests, seconds=None if self.children else idle):
                 return
-            for pid, code in self.ended():
+            for pid, code in self.reap():
                 if pid in self.tasks:
                     self._conclude(pid, code)
             for request in receive(self.requests):

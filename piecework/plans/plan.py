@@ -24,7 +24,7 @@ from piecework.planning.part import Part, whole_model
 from piecework.planning.timing import local_work, swapped_seconds, work_flops, work_seconds
 from piecework.plans.parts import simulated_swapping, trained_fractions
 from piecework.plans.plan_evaluation import evaluation_row
-from piecework.plans.plan_rounds import Timed, awaited_seconds, timed_rounds
+from piecework.plans.plan_rounds import Timed, awaited_seconds, time_rounds
 from piecework.plans.question import PlanQuestion, budget_bytes
 from piecework.server_app.rates import low_lr_warning
 from piecework.server_app.start import describe_coverage
@@ -207,7 +207,7 @@ def client_task(
     return PlannedTask(client, state, parts, needed, seconds_of(cut, parts, state, examples), message_bytes, flops)
 
 
-def timed_task(task: PlannedTask) -> Timed | None:
+def time_task(task: PlannedTask) -> Timed | None:
     """Return what a task takes of its device's time, or None for an excluded client."""
     if not task.parts:
         return None
@@ -240,8 +240,8 @@ def fleet_row(fleet: Fleet, settings: Settings, cut: Cut, tasks: list[list[list[
     """
     stages: list[dict[str, Any]] = []
     for stage, rounds in zip(cut.stages, tasks, strict=True):
-        works = [[timed_task(task) for task in of_round] for of_round in rounds]
-        timed = timed_rounds(settings, works)
+        works = [[time_task(task) for task in of_round] for of_round in rounds]
+        timed = time_rounds(settings, works)
         tasked = [[of_round[client] for client in each.asked] for each, of_round in zip(timed, rounds, strict=True)]
         everyone = [task for of_round in rounds for task in of_round]
         out = [task for task in everyone if not task.parts]

@@ -28,7 +28,7 @@ class TimedRound(NamedTuple):
 Tasks = Sequence[Timed | None]  # of each client in a round; None if the client cannot train
 
 
-def timed_rounds(settings: Settings, rounds: Sequence[Tasks]) -> list[TimedRound]:
+def time_rounds(settings: Settings, rounds: Sequence[Tasks]) -> list[TimedRound]:
     """Return how a run would time these rounds.
 
     A round ends when `clients-per-round` clients have answered if `faults.over-sample` is set, and awaits no client beyond its

@@ -18,7 +18,7 @@ from piecework.planning.part import whole_model
 from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
 from piecework.strategies import find_method
-from piecework.training.methods import METHODS, SIMPLEST, advised_methods
+from piecework.training.methods import METHODS, SIMPLEST, list_advised
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 from piecework.training.sgd import TrainingConfig
@@ -48,7 +48,7 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
                 tell(name)
                 found.append(plan_system(settings.with_values({"strategy": name}), question, simple["attack_steps"]))
     able = [row for row in found if not row["reason"]]
-    first += [row for name in advised_methods() for row in able if row["strategy"] == name]
+    first += [row for name in list_advised() for row in able if row["strategy"] == name]
     return {
         "adversarial": attacked,
         "simple": simple,
@@ -168,13 +168,13 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> tuple[Row, lis
         if settings.memory.model == "traced":
             fitted = settings.with_values({"memory.fit": FIT})
             plan = make_plan(fitted, question)
-            verdict["fitted"] = fitted_verdict(fitted, question, states, plan["fleet"]["participation"])
+            verdict["fitted"] = judge_fit(fitted, question, states, plan["fleet"]["participation"])
             rows.append(row_of(fitted, plan))
         verdict["smaller_batch"] = smaller_batch(settings, question, poorest, verdict["attack_steps"])
     return verdict | {"text": verdict_text(verdict)}, rows
 
 
-def fitted_verdict(settings: Settings, question: PlanQuestion, states: list[DeviceState], participation: float) -> Row:
+def judge_fit(settings: Settings, question: PlanQuestion, states: list[DeviceState], participation: float) -> Row:
     """Return who can train the whole model with `memory.fit`, and the step of the poorest of them, or the smallest step.
 
     `flops` is a multiple of the plain step's. `held_bytes` are those of parameters, gradients and momentum, which no way
@@ -231,7 +231,7 @@ def verdict_text(verdict: Row) -> str:
         return f"Every device fits a step of the whole model. {figures}"
     said = f"{verdict['participation']:.0%} of the clients fit a step of the whole model. {figures}"
     if verdict["fitted"] is not None and verdict["fitted"]["participation"] < 1:
-        said += f" {fitted_text(verdict['fitted'])}"
+        said += f" {describe_fit(verdict['fitted'])}"
     smaller = verdict["smaller_batch"]
     if smaller is None:
         return f"{said} No smaller batch fits every device, down to 2."
@@ -247,7 +247,7 @@ def verdict_text(verdict: Row) -> str:
     return said
 
 
-def fitted_text(fitted: Row) -> str:
+def describe_fit(fitted: Row) -> str:
     """Return what stands in the way of `memory.fit`, as text."""
     who = f"{fitted['participation']:.0%} of the clients" if fitted["participation"] else "no client"
     least, held = format_compared(fitted["least_bytes"], fitted["held_bytes"])

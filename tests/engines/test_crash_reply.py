@@ -24,7 +24,7 @@ from flwr.supernode.main import create_app
 from flwr.supernode.nodestate import NodeState, NodeStateFactory
 from flwr.supernode.runtime import run_clientapp
 
-from piecework.executor.crash_reply import Notes, answer, client_of, unanswered
+from piecework.executor.crash_reply import Notes, answer, client_of, read_unanswered
 
 NODE, RUN = 7, 5
 
@@ -200,8 +200,8 @@ def test_a_task_that_ends_by_itself_is_answered(what: str, code: int, why: str) 
 @pytest.mark.parametrize("notes", [b"", b"0a0b", b"0a\nanswered\n"])
 def test_what_no_answer_is_made_of(notes: bytes) -> None:
     """Nothing was noted, or not whole, or the task answered."""
-    assert unanswered(notes) == b""
+    assert read_unanswered(notes) == b""
 
 
 def test_what_an_answer_is_made_of() -> None:
-    assert unanswered(b"0a0b\n") == unanswered(b"0a0b\nans") == b"\x0a\x0b"
+    assert read_unanswered(b"0a0b\n") == read_unanswered(b"0a0b\nans") == b"\x0a\x0b"

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from piecework.federated_data import caltech
-from piecework.federated_data.caltech import held_out_squares, square
+from piecework.federated_data.caltech import hold_out_squares, square
 from piecework.federated_data.datasets import PUBLISHED, DatasetError, prepare
 
 
@@ -43,7 +43,7 @@ def pictures(tmp_path):
 
 
 def test_every_class_gives_as_many_test_images_and_nothing_is_lost(pictures):
-    source = held_out_squares(pictures, test_images=2, short_edge=16, edge=14)
+    source = hold_out_squares(pictures, test_images=2, short_edge=16, edge=14)
     assert np.bincount(source.labels).tolist() == [2, 4, 3]
     assert np.bincount(source.test_labels).tolist() == [2, 2, 2]
     assert source.inputs.shape == (9, 14, 14, 3)
@@ -56,7 +56,7 @@ def test_every_class_gives_as_many_test_images_and_nothing_is_lost(pictures):
     assert colours == {(label, number) for label, files in enumerate(pictures) for number in range(len(files))}
     for images, labels in ((source.inputs, source.labels), (source.test_inputs, source.test_labels)):
         assert abs(images[:, 0, 0, 0].astype(int) - 20 * labels).max() <= 3  # JPEG
-    again = held_out_squares(pictures, test_images=2, short_edge=16, edge=14)
+    again = hold_out_squares(pictures, test_images=2, short_edge=16, edge=14)
     assert np.array_equal(source.test_inputs, again.test_inputs)
 
 

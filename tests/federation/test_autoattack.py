@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from piecework.federated_data.datasets import ArrayDataset, DatasetError
 from piecework.federation.autoattack import (
     autoattack,
-    fixed_statistics,
+    fix_statistics,
     is_fooled,
     require_autoattack,
     standard_attacks,
@@ -177,7 +177,7 @@ def test_zero_gradients() -> None:
 def test_statistics_of_a_batch_are_fixed_for_the_attack() -> None:
     norm = nn.BatchNorm2d(1, affine=False, track_running_stats=False, eps=1e-12).eval()
     x = torch.tensor([1.0, 3.0, 5.0, 7.0, 100.0]).view(5, 1, 1, 1)
-    with fixed_statistics(norm, x, 2) as fixed:
+    with fix_statistics(norm, x, 2) as fixed:
         assert fixed
         # batches (1, 3), (5, 7), and the last one excluded: means 2 and 6, unbiased variances 2 and 2
         assert float(norm(torch.tensor(6.0).view(1, 1, 1, 1))) == pytest.approx((6 - 4) / 2**0.5)
@@ -185,7 +185,7 @@ def test_statistics_of_a_batch_are_fixed_for_the_attack() -> None:
     assert norm.running_mean is None
     assert norm(x).mean().abs() < 1e-6  # by the batch's own again
     assert norm.momentum == 0.1
-    with fixed_statistics(nn.BatchNorm2d(1), x, 2) as fixed:
+    with fix_statistics(nn.BatchNorm2d(1), x, 2) as fixed:
         assert not fixed
 
 

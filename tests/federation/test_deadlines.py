@@ -15,7 +15,7 @@ from piecework.device_profiles.clock import closing, seconds_awaited
 from piecework.federation import transport
 from piecework.federation.pace import KEPT, Done, Load, Pace, before_deadlines, predict_seconds
 from piecework.federation.transport import Transport
-from piecework.plans.plan_rounds import Timed, timed_rounds
+from piecework.plans.plan_rounds import Timed, time_rounds
 from piecework.server_app.local_grid import FIRST_NODE, identify
 from piecework.server_app.records import RunDir
 from piecework.training.settings import Settings, SettingsError
@@ -152,7 +152,7 @@ def test_a_plan_times_deadlines_as_a_run_does(tmp_path: Path) -> None:
     settings = Settings.from_run_config(
         {"clients-per-round": 0, "faults.deadline-factor": 1.2, "faults.deadline-floor": 0.0}
     )
-    found = timed_rounds(settings, rounds)
+    found = time_rounds(settings, rounds)
     # Round 1 knows nothing. 2: client 0 takes 5 s of 4.8, and is awaited, because there is no other answer yet. 3: client 1
     # takes 13 s of 12, and the round ends after 12. 4: client 1 has a second left; client 0 alone is asked, takes 7 s of 6, and
     # is awaited. 5: client 1 may take 1.2 x 13 s.

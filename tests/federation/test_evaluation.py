@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.federation import evaluation
 from piecework.federation.evaluation import Evaluation, Evaluator, at_full_speed
-from piecework.models.cascade import Atom, Blueprint, Cascade, initial_state, isolated_rng
+from piecework.models.cascade import Atom, Blueprint, Cascade, initial_state, isolate_rng
 from piecework.training.attacks import Attack, by_backward, pgd
 from piecework.training.examples import normalise
 from piecework.training.setup import image_attack
@@ -109,7 +109,7 @@ def test_more_steps_find_more() -> None:
 def trained() -> tuple[Blueprint, ArrayRecord]:
     """The demo's model after three passes over the digits."""
     data, blueprint = digits(), a_blueprint(batch_norm="running")
-    with isolated_rng(3):
+    with isolate_rng(3):
         model = Cascade(blueprint)
     for start in [*range(0, 1400, 100)] * 3:
         x, y = normalise(data.inputs[start : start + 100], data), torch.tensor(data.labels[start : start + 100])
@@ -121,7 +121,7 @@ def trained() -> tuple[Blueprint, ArrayRecord]:
 def with_auxiliary(blueprint: Blueprint, atom: int) -> dict[str, Tensor]:
     """The initial weights, and those of the auxiliary head behind an atom."""
     state = dict(initial_state(blueprint, 5))
-    with isolated_rng(6):
+    with isolate_rng(6):
         head = blueprint.build_unit(f"aux.{atom}")
     return state | {f"aux.{atom}.{name}": value for name, value in head.state_dict().items()}
 
@@ -222,7 +222,7 @@ def test_pgd_is_that_of_torchattacks() -> None:
     attack = Attack("linf", epsilon=0.1, step=0.02, steps=10, low=0.0, high=1.0)
     gradient = by_backward(lambda z, y: F.cross_entropy(model(z), y))
     ours = pgd(gradient, x, y, attack, torch.Generator().manual_seed(7))
-    with isolated_rng(7):  # it starts from torch's global generator
+    with isolate_rng(7):  # it starts from torch's global generator
         theirs = torchattacks.PGD(model, eps=0.1, alpha=0.02, steps=10)(x, y)
     assert torch.allclose(ours, theirs, atol=1e-12)
     assert (ours - x).abs().max() > 0.0999

@@ -11,7 +11,7 @@ from helpers import FEW, RecordingGrid, average, clients_of, model_of, run_local
 from piecework.device_profiles.clock import Stragglers, closing
 from piecework.federation.pace import Done
 from piecework.federation.registry import sample_clients
-from piecework.plans.plan_rounds import Timed, awaited_seconds, timed_rounds
+from piecework.plans.plan_rounds import Timed, awaited_seconds, time_rounds
 from piecework.server_app.local_grid import FIRST_NODE
 from piecework.training.settings import Settings, SettingsError
 
@@ -75,7 +75,7 @@ def test_a_plan_leaves_out_who_is_still_at_work() -> None:
         end = min(answers.values())
         left = {c: s - end for c, s in (left | answers).items() if s > end}
         found.append((chosen, end))
-    timed = timed_rounds(settings, [tasks(*seconds)] * 6)
+    timed = time_rounds(settings, [tasks(*seconds)] * 6)
     assert [(each.asked, each.seconds) for each in timed] == found
     assert any(0 not in chosen and 0 in before for (before, _), (chosen, _) in pairwise(found))
     alone = [seconds[sample_clients(range(4), 1, 2, number)[0]] or 0.0 for number in range(1, 7)]
@@ -85,11 +85,11 @@ def test_a_plan_leaves_out_who_is_still_at_work() -> None:
 def test_too_few_idle_clients_are_waited_for() -> None:
     settings = Settings.from_run_config({"clients-per-round": 2, "faults.over-sample": 1, "faults.min-clients": 2})
     # After round 1, client 2 is at work for 6 s more; with two of three clients idle, round 2 begins at once.
-    found = timed_rounds(settings, [tasks(1.0, 3.0, 9.0)] * 2)
+    found = time_rounds(settings, [tasks(1.0, 3.0, 9.0)] * 2)
     assert found == [([0, 1, 2], 3.0, 1), ([0, 1], 3.0, 0)]
     # Two are still at work when one has answered; the second round waits 2 s until client 1 is idle too.
     one = settings.with_values({"clients-per-round": 1, "faults.over-sample": 2})
-    assert timed_rounds(one, [tasks(1.0, 3.0, 9.0)] * 2)[1][:2] == ([0, 1], 2.0 + 1.0)
+    assert time_rounds(one, [tasks(1.0, 3.0, 9.0)] * 2)[1][:2] == ([0, 1], 2.0 + 1.0)
 
 
 def test_the_slowest_are_late_and_a_resumed_run_knows_them(tmp_path: Path, grids: Any) -> None:
@@ -98,7 +98,7 @@ def test_the_slowest_are_late_and_a_resumed_run_knows_them(tmp_path: Path, grids
     seconds = {c["client"]: c["simulated_seconds"] for r in records for c in r["clients"]}
     assert seconds[0] > 10 * seconds[2] > 12 * seconds[1]
     settings = Settings.from_run_config({"clients-per-round": 2, "faults.over-sample": 2, "seed": 3})
-    expected = timed_rounds(settings, [tasks(*map(seconds.get, range(5)))] * 3)
+    expected = time_rounds(settings, [tasks(*map(seconds.get, range(5)))] * 3)
     asked = [[client["client"] for client in record["clients"]] for record in records]
     assert asked == [each.asked for each in expected]
     assert [record["simulated_seconds"] for record in records] == pytest.approx([each.seconds for each in expected])

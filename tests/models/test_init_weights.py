@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from piecework.commands.options import settings_from
-from piecework.models.cascade import Blueprint, Cascade, isolated_rng
+from piecework.models.cascade import Blueprint, Cascade, isolate_rng
 from piecework.models.init_weights import account, read_pretrained
 from piecework.models.zoo import build_blueprint
 
@@ -30,7 +30,7 @@ def saved(tmp_path):
 
 def torchvision_state(name: str, **options: object) -> dict[str, torch.Tensor]:
     models = pytest.importorskip("torchvision.models")
-    with isolated_rng(5):
+    with isolate_rng(5):
         model = models.get_model(name, weights=None, **options)
         for layer in model.modules():
             if isinstance(layer, nn.BatchNorm2d):
@@ -66,7 +66,7 @@ def test_a_classifier_or_stem_of_another_size_is_not_loaded(saved):
 
 def test_vgg_leaves_out_torchvisions_classifier(saved):
     models = pytest.importorskip("torchvision.models")
-    with isolated_rng(5):
+    with isolate_rng(5):
         model = models.vgg16_bn(weights=None, init_weights=False)
     model.classifier = nn.Sequential(nn.Linear(512, 20), nn.ReLU(), nn.Dropout(), nn.Linear(20, 1000))
     arrays, excluded = read_pretrained(saved(model.state_dict()), blueprint_of("vgg16"))
@@ -79,7 +79,7 @@ def test_vgg_leaves_out_torchvisions_classifier(saved):
 def test_weights_of_a_vgg_without_batch_norm_are_not_mixed_in(saved):
     # Some numbers of layers are those of other layers there, whose biases have the right shape: a layer goes whole.
     models = pytest.importorskip("torchvision.models")
-    with isolated_rng(5):
+    with isolate_rng(5):
         plain = models.vgg16(weights=None, init_weights=False).features.state_dict()
     path = saved({f"features.{name}": value for name, value in plain.items()})
     assert list(read_pretrained(path, blueprint_of("vgg16"))[0]) == ["atoms.0.conv.weight", "atoms.0.conv.bias"]
@@ -98,7 +98,7 @@ def test_batch_statistics_have_no_running_ones(saved):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_our_own_names_in_any_float(saved, dtype):
     blueprint = blueprint_of("convnet")
-    with isolated_rng(1):
+    with isolate_rng(1):
         state = Cascade(blueprint).state_dict()
     path = saved({name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()})
     arrays, excluded = read_pretrained(path, blueprint)

@@ -7,7 +7,7 @@ import torch
 from helpers import a_blueprint, a_training_config
 from torch import nn
 
-from piecework.models.cascade import Blueprint, initial_state, isolated_rng
+from piecework.models.cascade import Blueprint, initial_state, isolate_rng
 from piecework.models.compact import layout, take, write_back
 from piecework.models.masked import MaskedLinear, mask_model, masked_layers, thresholds, update_from_importance
 from piecework.models.zoo import build_blueprint
@@ -17,7 +17,7 @@ from piecework.training.sgd import SGD
 
 def linear(weight: list[list[float]], tau: list[float], straight_through: str = "paper") -> MaskedLinear:
     """A masked linear layer of these weights and thresholds."""
-    with isolated_rng(0):
+    with isolate_rng(0):
         layer: Any = nn.Linear(len(weight[0]), len(weight), bias=False)
     layer.__class__ = MaskedLinear
     layer.begin(straight_through)
@@ -79,7 +79,7 @@ def test_convolutions_get_the_same_gradients_in_both_memory_formats() -> None:
     blueprint = mask_model(build_blueprint("lenet5", num_classes=10, input_shape=(1, 28, 28)))
     found = []
     for memory in (torch.contiguous_format, torch.channels_last):
-        with isolated_rng(3):
+        with isolate_rng(3):
             layer: Any = blueprint.build_unit("atoms.1").get_submodule("conv")
             z = torch.randn(4, 20, 12, 12)
         layer.weight.data = layer.weight.data.contiguous(memory_format=memory)
@@ -100,7 +100,7 @@ def test_a_step_moves_thresholds_by_their_gradient_and_the_regulariser() -> None
     with torch.no_grad():
         for layer in layers:
             layer.tau.copy_(torch.linspace(0, 0.01, len(layer.tau)))
-    with isolated_rng(5):
+    with isolate_rng(5):
         z, y = torch.randn(6, 1, 16, 16), torch.randint(0, 10, (6,))
     before = [layer.tau.detach().clone() for layer in layers]
     losses = [sparse_loss(alpha)([model]) for alpha in (0.0, 0.5)]
@@ -208,7 +208,7 @@ def half_masked(name: str, batch_norm: str = "running") -> tuple[Blueprint, Blue
     """A model, the same with thresholds, and one whose filters are masked by a throw of a coin; its norms have been in use."""
     plain = build_blueprint(name, num_classes=10, input_shape=MODELS[name], width=0.5, batch_norm=batch_norm)
     blueprint = mask_model(plain)
-    with isolated_rng(1), torch.no_grad():
+    with isolate_rng(1), torch.no_grad():
         model = SparseModel(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)
         for layer in model.layers():
             mu = layer.weight.abs().flatten(1).mean(1)
@@ -229,7 +229,7 @@ def half_masked(name: str, batch_norm: str = "running") -> tuple[Blueprint, Blue
 def test_the_compact_form_makes_the_same_outputs_and_gradients(name: str, training: bool) -> None:
     plain, blueprint, model = half_masked(name)
     small, compact = model.compact(layout(plain, blueprint))
-    with isolated_rng(2):
+    with isolate_rng(2):
         z = torch.randn(4, *MODELS[name])
     outputs, states = [], []
     for each in (small, model):  # the arrays that both have are moved by running statistics once more

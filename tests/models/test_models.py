@@ -12,7 +12,7 @@ from piecework.models.cascade import (
     ExitHead,
     fit_features,
     initial_state,
-    isolated_rng,
+    isolate_rng,
     run_atoms,
     unit_of,
 )
@@ -30,7 +30,7 @@ def blueprint_of(name: str, shape: tuple[int, ...] = (3, 32, 32), **settings) ->
 
 
 def cascade_of(blueprint: Blueprint, seed: int = 0) -> Cascade:
-    with isolated_rng(seed):
+    with isolate_rng(seed):
         return Cascade(blueprint)
 
 
@@ -174,7 +174,7 @@ def small_vgg(torchvision_models, layout: str, normed: bool = True) -> nn.Module
 )
 def test_same_logits_as_torchvision(name, options, edge, oracle):
     models = pytest.importorskip("torchvision.models")
-    with isolated_rng(3):
+    with isolate_rng(3):
         theirs = oracle(models).eval()
     stir_norms(theirs)
     weights = theirs.state_dict()

@@ -8,7 +8,7 @@ from helpers import num_parameters
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from piecework.models.cascade import Blueprint, Cascade, initial_state, isolated_rng
+from piecework.models.cascade import Blueprint, Cascade, initial_state, isolate_rng
 from piecework.models.zoo import MODELS, build_blueprint, is_token_model, model_options, usual_input
 
 
@@ -18,7 +18,7 @@ def blueprint_of(name: str, shape: tuple[int, ...] | None = None, num_classes: i
 
 
 def cascade_of(blueprint: Blueprint, seed: int = 0) -> Cascade:
-    with isolated_rng(seed):
+    with isolate_rng(seed):
         return Cascade(blueprint)
 
 

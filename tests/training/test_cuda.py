@@ -27,7 +27,15 @@ from piecework.models.recompute import recompute
 from piecework.models.zoo import MODELS, is_token_model
 from piecework.planning.step_cost import piece_cost
 from piecework.server_app.records import RunDir
-from piecework.training.accelerator import CPU, FRAGMENTS, WORKSPACES, find_device, free_memory, held_to, release_cache
+from piecework.training.accelerator import (
+    CPU,
+    FRAGMENTS,
+    WORKSPACES,
+    find_device,
+    free_memory,
+    limit_allocator,
+    release_cache,
+)
 from piecework.training.attacks import Attack, Loss, by_backward, pgd
 from piecework.training.examples import Examples
 from piecework.training.loop import LocalTrainer, PieceModel, load_for_device
@@ -120,14 +128,14 @@ def test_past_the_allocators_limit_the_answer_is_memory(tmp_path: Path, monkeypa
 
 def test_the_limit_holds_during_the_body_only() -> None:
     device = gpu()
-    with held_to(device, 100 * MiB) as peak:
+    with limit_allocator(device, 100 * MiB) as peak:
         fits = torch.empty(100 * MiB, device=device, dtype=torch.uint8)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             torch.empty(400 * MiB, device=device, dtype=torch.uint8)
         assert is_out_of_memory(caught.value)
         assert peak() >= 100 * MiB
     assert len(torch.empty(400 * MiB, device=device, dtype=torch.uint8)) > len(fits)
-    with held_to(device, None):
+    with limit_allocator(device, None):
         assert len(torch.empty(400 * MiB, device=device, dtype=torch.uint8)) > len(fits)
     assert 0 < free_memory(device) < torch.cuda.get_device_properties(device).total_memory
 

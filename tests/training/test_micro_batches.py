@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from zoo_helpers import ONE_A_FAMILY, SMALL, blueprint_of, examples_for
 
 from piecework.device_profiles.memory import StepCost
-from piecework.models.cascade import Blueprint, isolated_rng
+from piecework.models.cascade import Blueprint, isolate_rng
 from piecework.models.zoo import MODELS
 from piecework.planning.step_cost import fake_load, piece_cost
 from piecework.training.attacks import Attack, Loss, micro_batches
@@ -54,7 +54,7 @@ def step_of(
     `frozen`: batch norms use running statistics and nothing is dropped, because both are of other examples in a micro-batch.
     `double`: in float64, where sums in another order hardly differ.
     """
-    with isolated_rng(7):
+    with isolate_rng(7):
         dtype = torch.float64 if double else torch.float32
         load = (lambda unit: blueprint.build_unit(unit).double()) if double else blueprint.build_unit
         pieces: list[PieceModel] = [Piece(blueprint, range(len(blueprint.atoms)), "head", load)]

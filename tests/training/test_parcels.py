@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from piecework.models.cascade import isolated_rng, unit_of
+from piecework.models.cascade import isolate_rng, unit_of
 from piecework.models.zoo import build_blueprint
 from piecework.training.answers import AnswerError, Outcome, read_answer
 from piecework.training.messages import content_bytes
@@ -75,7 +75,7 @@ def test_arrays_in_another_order_of_memory() -> None:
 def test_a_model_is_few_objects() -> None:
     """Those of PreResNet-20 were two objects each, with their record; a large array has its chunks still."""
     blueprint = build_blueprint("preresnet20", num_classes=10, input_shape=(3, 32, 32), batch_norm="running")
-    with isolated_rng(0):
+    with isolate_rng(0):
         units = {unit: blueprint.build_unit(unit).state_dict() for unit in blueprint.units()}
     shapes = {f"{unit}.{name}": value.shape for unit, state in units.items() for name, value in state.items()}
     # equal arrays would be one object, as in a model that nobody has trained

@@ -10,7 +10,7 @@ import torch
 from helpers import a_blueprint, a_client, a_training_config, digits, random_examples, same, tiny_settings
 from torch.nn import functional as F
 
-from piecework.models.cascade import Cascade, fit_features, isolated_rng
+from piecework.models.cascade import Cascade, fit_features, isolate_rng
 from piecework.strategies.cascade.fedepth.mutual import mutual_objective, soft_targets, taught_objective
 from piecework.training.examples import batches, training_examples
 from piecework.training.loop import LocalTrainer, PieceModel
@@ -157,7 +157,7 @@ def test_the_other_models_logits_are_constants() -> None:
 
 def test_a_block_is_followed_by_the_common_head() -> None:
     blueprint = a_blueprint(batch_norm="running")
-    with isolated_rng(0):
+    with isolate_rng(0):
         whole = Cascade(blueprint).eval()
     units: dict[str, Any] = {f"atoms.{i}": atom for i, atom in enumerate(whole.atoms)} | {"head": whole.head}
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -265,7 +265,7 @@ def test_the_loss_is_summed_over_examples() -> None:
     blueprint = a_blueprint()
     training_config = a_training_config(8, lr=1e-30, momentum=0.0, weight_decay=0.0)
     examples = random_examples(20, (1, 8, 8))
-    with isolated_rng(1):
+    with isolate_rng(1):
         built = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
     trainer = LocalTrainer(lambda: [PieceModel(blueprint, range(5), "head", built.__getitem__)], training_config)
     trainer.epoch(examples, np.random.default_rng(3), MemoryCap(10**8, enforced=True), "train")
@@ -284,7 +284,7 @@ def test_dropout_is_a_function_of_the_seed(tmp_path: Path) -> None:
     for state in (1, 2):
         client = a_client(tmp_path / str(state), blueprint=a_blueprint("vgg11", (1, 16, 16)))
         trainer = LocalTrainer(lambda c=client: [PieceModel(c.blueprint, [7], "head", c.load())], a_training_config(4))
-        with isolated_rng(state):
+        with isolate_rng(state):
             trainer.epoch(random_examples(8, (512, 2, 2)), client.rng("batches"), client.cap, "train")
         (piece,) = trainer.finish()
         trained.append({name: value.numpy().copy() for name, value in piece.head.state_dict().items()})

@@ -113,7 +113,7 @@ class Settings(Table):
         return self
 
     @model_validator(mode="after")
-    def _frozen_norms_have_statistics(self) -> Self:
+    def _require_frozen_statistics(self) -> Self:
         if self.architecture.norm == "frozen" and not self.training.init_weights:
             raise ValueError(
                 "architecture.norm = 'frozen' keeps the statistics of a pretrained model: set training.init-weights"
@@ -157,7 +157,7 @@ class Settings(Table):
 
     @model_validator(mode="after")
     def _options_are_readable(self) -> Self:
-        self.architecture.parsed_options()
+        self.architecture.parse_options()
         return self
 
     @model_validator(mode="after")

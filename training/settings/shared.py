@@ -97,7 +97,7 @@ class ArchitectureSettings(Table):
         able("other_norms"),
     )
 
-    def parsed_options(self) -> dict[str, str]:
+    def parse_options(self) -> dict[str, str]:
         """Return `options` as a dictionary. Raises ValueError."""
         pairs = [pair.partition("=") for pair in self.options.split(",") if pair.strip()]
         if bad := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
@@ -208,7 +208,7 @@ class MemorySettings(Table):
     )
 
     @model_validator(mode="after")
-    def _known_ways(self) -> Self:
+    def _require_known_ways(self) -> Self:
         """Raise ValueError for an unknown or repeated way in `fit`."""
         if set(self.ways) - set(WAYS) or len(set(self.ways)) < len(self.ways):
             raise ValueError(f"memory.fit = {self.fit!r}: name each way once, as in {','.join(WAYS)}")

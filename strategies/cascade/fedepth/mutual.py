@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from piecework.client_app.client import Client, Update
-from piecework.models.cascade import isolated_rng
+from piecework.models.cascade import isolate_rng
 from piecework.models.work_item import Mode, WorkItem, register_mode
 from piecework.strategies.cascade.fedepth.settings import FeDepthSettings
 from piecework.training.attacks import Loss
@@ -56,7 +56,7 @@ def companion_folder(client: Client, m: int, units: Sequence[str]) -> Path:
     folder.mkdir(exist_ok=True)
     for unit in units:
         if not (folder / f"{unit}.safetensors").is_file():
-            with isolated_rng(integer(client.settings.seed, "companion", client.number, m, unit)):
+            with isolate_rng(integer(client.settings.seed, "companion", client.number, m, unit)):
                 client.store.save(unit, client.blueprint.build_unit(unit), folder)
     return folder
 

@@ -136,7 +136,7 @@ class ProFLCut(Cut):
         """The bytes of the cheapest step. A device with less can train no block."""
         return min(self.needed_for_step(t) for t in range(1, len(self.blocks) + 1))
 
-    def range_unasked(self, t: int) -> range:
+    def unasked_budgets(self, t: int) -> range:
         """Return the numbers of bytes with which a device gets no task in step t: enough for another block, but not for this.
 
         With `profl.cohort` = all there are none.

@@ -5,7 +5,7 @@ Yebo Wu, Li Li, Cheng-zhong Xu, "Breaking the Memory Wall for Heterogeneous Fede
 
     section 2.1, blocks and output modules          profl/cut.py: ProFLCut.step, ProFLCut.fit
     section 2.2, growing                            profl/phases.py: phases_of; profl/server.py: ProFL.conclude
-    section 2.2, step 2, select clients by memory   profl/server.py: ProFL.assign; profl/cut.py: ProFLCut.range_unasked
+    section 2.2, step 2, select clients by memory   profl/server.py: ProFL.assign; profl/cut.py: ProFLCut.unasked_budgets
     section 2.3, shrinking and Map                  profl/phases.py: phases_of; strategies/cascade/profl/client.py: integrate
     Eq. 1, aggregate theta_t and theta_op           profl/server.py: ProFL.combine
     section 2.4, effective movement and freezing    profl/freezing.py: effective_movement, slope, has_converged
@@ -177,7 +177,7 @@ class ProFL(StagedMethod):
         item = next(iter(needed))
         if phase.is_step and needed[item] > allowed:
             step, item = item, self.cut.item(OUTPUT_LAYER)
-            if allowed in self.cut.range_unasked(phase.t) or needed[item] > allowed:
+            if allowed in self.cut.unasked_budgets(phase.t) or needed[item] > allowed:
                 doing = f"training {label(self.cut.part(step))}"
                 refusal = MemoryBudgetExceededError(needed[step], ctx.device.budget_bytes, doing)
         before = [f"atoms.{atom}" for block in self.cut.blocks[: phase.t - 1] for atom in block]

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from torch.nn import functional as F
 
 from piecework import load
-from piecework.models.cascade import isolated_rng
+from piecework.models.cascade import isolate_rng
 from piecework.models.channels import channel_axes
 from piecework.models.nested_norms import NestedNorms
 from piecework.models.static_norms import is_statistic
@@ -48,7 +48,7 @@ def test_a_narrow_net_is_made_of_the_first_channels(
     model = build_blueprint(name, num_classes=10, input_shape=shape, width=0.25, batch_norm="batch")
     full = vary(model, Variant(rounding="up", changes=(NestedNorms(norms),)))
     half = vary(model, Variant(width=0.5, rounding="up", changes=(NestedNorms(norms[1:]),)))
-    with isolated_rng(4):
+    with isolate_rng(4):
         piece = PieceModel(full, range(len(full.atoms)), "head", full.build_unit)
         z, y = torch.randn(6, *shape), torch.arange(6)
         for parameter in piece.parameters():  # so that the norms of the two nets differ
@@ -88,7 +88,7 @@ def test_a_narrow_net_is_made_of_the_first_channels(
 
 def test_the_widest_net_teaches_the_others() -> None:
     full, half = (build_blueprint("lenet5", num_classes=10, input_shape=(1, 16, 16), width=w) for w in (0.5, 0.25))
-    with isolated_rng(4):
+    with isolate_rng(4):
         piece = PieceModel(full, range(2), "head", full.build_unit)
         z, y = torch.randn(6, 1, 16, 16), torch.arange(6)
     nested = NestedLoss(piece, [half], distil=True, level=1)
