@@ -20,7 +20,7 @@ from piecework.client_app.frozen import file_hash
 from piecework.client_app.seal import is_sealed, seal_file
 from piecework.client_app.store import FeatureWriter
 from piecework.models.cascade import isolate_rng
-from piecework.models.partition import Piece, runs
+from piecework.models.partition import Piece, format_ranges
 from piecework.models.static_norms import forget_statistics, measure_norms
 from piecework.training.examples import Examples, feature_examples
 from piecework.training.loop import PieceModel, in_precision
@@ -115,7 +115,7 @@ def teacher_logits(client: Client, modules: Sequence[Piece], examples: Examples,
     The last module computes `micro_batch` examples at once, by default a batch.
     """
     for module in modules[:-1]:
-        features = _stream(client, module, examples, client.store.feature_path(f"teacher-{runs(module)}"))
+        features = _stream(client, module, examples, client.store.feature_path(f"teacher-{format_ranges(module)}"))
         examples = feature_examples(features, examples.labels).on(client.device)
     return _stream(client, modules[-1], examples, client.store.feature_path("teacher"), micro_batch, head="head")
 
@@ -154,7 +154,7 @@ def _stream(
     around = partial(_dropout, client, module, training=training)
     reads = _mix_batches(client, len(examples), micro_batch or client.training_config.batch_size)
     features = client.write_features(
-        runs(module), forward, examples, reads, open_file, around, rounded=kind is np.uint16
+        format_ranges(module), forward, examples, reads, open_file, around, rounded=kind is np.uint16
     )
     if stored:
         seal_file(draft)
@@ -170,7 +170,9 @@ def _dropout(client: Client, module: Piece, positions: np.ndarray, *, training: 
     """Return a context that, in training mode, seeds dropout by client, module and batch, but not by round."""
     if not training:
         return nullcontext()
-    return isolate_rng(integer(client.settings.seed, client.number, "dropout", runs(module), int(positions[0])))
+    return isolate_rng(
+        integer(client.settings.seed, client.number, "dropout", format_ranges(module), int(positions[0]))
+    )
 
 
 def _mix_batches(client: Client, count: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

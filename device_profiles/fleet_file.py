@@ -40,21 +40,21 @@ def _printable(name: str) -> str:
     return name
 
 
-def _measurable(figure: float) -> float:
+def _bound_figure(figure: float) -> float:
     """Bound a figure, so that the times that are computed from it are finite."""
     if figure and not 1e-6 <= figure <= 1e24:
         raise ValueError("a figure must be from 1e-06 to 1e+24")
     return figure
 
 
-def _drawable(weight: float) -> float:
+def _bound_weight(weight: float) -> float:
     """Bound a weight, so that the sum of a fleet's weights is finite."""
     if not 1e-100 <= weight <= 1e100:
         raise ValueError("a weight must be from 1e-100 to 1e+100")
     return weight
 
 
-def _share(left: float) -> float:
+def _bound_share(left: float) -> float:
     """Bound what is left, so that the times that are divided by it are finite."""
     if left < 1e-6:
         raise ValueError("a fraction must be from 1e-06 to 1")
@@ -67,15 +67,15 @@ def _leaves_something(pair: Any) -> Any:
     return pair
 
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_measurable)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_bound_figure)]
 # The weights of a pool are powers of its devices' strength, so the bounds are wide; sums of weights stay finite.
-Weight = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_drawable)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_measurable)]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_bound_weight)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_bound_figure)]
 Bytes = Annotated[int, Field(gt=0, le=UNLIMITED), BeforeValidator(parse_bytes)]
 Memory = Annotated[int, Field(gt=0, le=UNLIMITED), BeforeValidator(parse_memory)]
 Floor = Annotated[int, Field(ge=0, le=UNLIMITED), BeforeValidator(parse_bytes)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Left = Annotated[float, Field(gt=0, le=1), AfterValidator(_share)]
+Left = Annotated[float, Field(gt=0, le=1), AfterValidator(_bound_share)]
 # Beyond this the rarest device is drawn less than once in 10^10 clients; powers stay finite.
 Skew = Annotated[float, Field(ge=-10, le=10)]
 Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_printable)]
@@ -316,7 +316,7 @@ def _pool(path: Path, skew: float, where: str) -> list[DeviceTable]:
     strength = [device.flops * device.memory for device in devices]
     # Divided by the strongest: only the proportions matter, and large powers of large numbers would overflow.
     try:
-        weights = [_drawable((s / max(strength)) ** skew) for s in strength]
+        weights = [_bound_weight((s / max(strength)) ** skew) for s in strength]
     except (OverflowError, ValueError):
         raise FleetError(f"{where}: skew = {skew} gives some devices weights outside 1e-100 to 1e100") from None
     return [

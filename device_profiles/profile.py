@@ -85,7 +85,7 @@ def format_compared(*amounts: int) -> list[str]:
     return next(found for found in texts if len(set(found)) == different)
 
 
-def percent(fraction: float | None, digits: int = 2) -> str:
+def format_percent(fraction: float | None, digits: int = 2) -> str:
     """Format a fraction; `-` for None. Only 1 itself is shown as 100 %: a peak just over its budget must not seem to fit."""
     if fraction is None:
         return "-"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from piecework.federated_data.own_sources import open_image
-from piecework.federated_data.sources import DatasetError, Source, extra
+from piecework.federated_data.sources import DatasetError, Source, import_extra
 
 CLASSES, IMAGES = 256, 29_780  # without the 827 images of clutter
 _SHORT_EDGE, _EDGE, _TEST_IMAGES, _TEST_SEED = 256, 224, 25, 2024
@@ -23,7 +23,7 @@ def caltech256(source: Path, download: bool) -> Source:
     base = source / "caltech256" / "256_ObjectCategories"
     if download and not base.is_dir():
         try:
-            extra("torchvision.datasets").Caltech256(str(source), download=True)
+            import_extra("torchvision.datasets").Caltech256(str(source), download=True)
         except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
             raise DatasetError(
                 f"cannot download caltech256 to {source}: {error}; fetch it by hand and set data-dir"
@@ -63,12 +63,12 @@ def square(picture: Any, short_edge: int, edge: int) -> NDArray[np.uint8]:
     short = min(width, height)
     size = tuple(int(short_edge * length / short) for length in (width, height))
     left, top = (round((length - edge) / 2) for length in size)
-    resized = picture.convert("RGB").resize(size, extra("PIL.Image").Resampling.BILINEAR)
+    resized = picture.convert("RGB").resize(size, import_extra("PIL.Image").Resampling.BILINEAR)
     return np.asarray(resized.crop((left, top, left + edge, top + edge)))
 
 
 def _read(part: list[tuple[Path, int]], short_edge: int, edge: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    image = extra("PIL.Image")
+    image = import_extra("PIL.Image")
     pixels = np.empty((len(part), edge, edge, 3), dtype=np.uint8)
     for row, (file, _) in zip(pixels, part, strict=True):
         row[:] = open_image(image, file, lambda picture: square(picture, short_edge, edge))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from piecework.device_profiles.profile import available_memory
-from piecework.federated_data.sources import DatasetError, Source, extra, hold_out
+from piecework.federated_data.sources import DatasetError, Source, hold_out, import_extra
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 _GROUPS = "group_train"
@@ -183,7 +183,7 @@ def _list_images(root: Path, classes: list[str]) -> tuple[list[Path], NDArray[np
 
 
 def _read_images(files: list[Path]) -> NDArray[np.uint8]:
-    image = extra("PIL.Image")
+    image = import_extra("PIL.Image")
     headers = [open_image(image, file, lambda picture: (picture.size, picture.mode)) for file in files]
     (width, height), _ = headers[0]
     for file, (size, mode) in zip(files, headers, strict=True):

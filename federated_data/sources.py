@@ -73,7 +73,7 @@ class Source:
 
 def digits(source: Path, download: bool) -> Source:
     """Read scikit-learn's embedded 8x8 digits, 1797 images; the 17 grey levels are scaled to 0..255."""
-    raw = extra("sklearn.datasets").load_digits()
+    raw = import_extra("sklearn.datasets").load_digits()
     images = np.rint(raw.images * (255 / 16)).astype(np.uint8)[..., None]
     return hold_out(images, raw.target.astype(np.int64), 10)
 
@@ -89,7 +89,7 @@ def fashion_mnist(source: Path, download: bool) -> Source:
     """Read the four idx files in torchvision's layout, but not with torchvision, which would unpickle `processed` files."""
     raw = source / "FashionMNIST" / "raw"
     if download and not all(_idx_file(raw, stem) for stem in _FASHION_MNIST):
-        vision = extra("torchvision.datasets")
+        vision = import_extra("torchvision.datasets")
         for name, md5 in vision.FashionMNIST.resources:
             fetch(f"{vision.FashionMNIST.mirrors[0]}{name}", raw, name, md5)
     arrays = []
@@ -160,7 +160,7 @@ def hold_out_rows(labels: Ints) -> tuple[Ints, Ints]:
     return np.setdiff1d(np.arange(len(labels)), test), test
 
 
-def extra(module: str) -> Any:
+def import_extra(module: str) -> Any:
     """Import a module of the `data` extra. Raises DatasetError if it is not installed."""
     try:
         return importlib.import_module(module)
@@ -172,7 +172,7 @@ def _cifar(
     name: str, class_name: str, label_key: str, source: Path, download: bool
 ) -> tuple[tuple[NDArray[np.uint8], Ints, NDArray[np.uint8], Ints], tuple[str, ...]]:
     """Return training and test images and labels, and the names of the classes if their file exists."""
-    lists = getattr(extra("torchvision.datasets"), class_name)  # only for file names and md5 sums
+    lists = getattr(import_extra("torchvision.datasets"), class_name)  # only for file names and md5 sums
     base = source / lists.base_folder
     if download and not all((base / file).is_file() for file, _ in lists.train_list + lists.test_list):
         fetch(lists.url, source, lists.filename, lists.tgz_md5)
@@ -243,6 +243,6 @@ def _missing(name: str, source: Path, path: Path) -> DatasetError:
 def fetch(url: str, root: Path, file: str, md5: str) -> None:
     """Download and unpack one archive with torchvision, which checks its md5."""
     try:
-        extra("torchvision.datasets.utils").download_and_extract_archive(url, str(root), filename=file, md5=md5)
+        import_extra("torchvision.datasets.utils").download_and_extract_archive(url, str(root), filename=file, md5=md5)
     except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
         raise DatasetError(f"cannot download {url} to {root}: {error}; fetch it by hand and set data-dir") from None

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from piecework.federated_data.sources import DatasetError, Ints, Source, extra, fetch, hold_out_rows
+from piecework.federated_data.sources import DatasetError, Ints, Source, fetch, hold_out_rows, import_extra
 
 WORDS, LENGTH = 1000, 500  # a token is 0, or 1..WORDS by frequency
 IMDB_CLASSES = ("neg", "pos")
@@ -91,7 +91,7 @@ def tokenise(train: Sequence[str], test: Sequence[str]) -> tuple[NDArray[np.uint
 
     Equally frequent words are ordered alphabetically.
     """
-    words = extra("sklearn.feature_extraction.text").CountVectorizer(stop_words="english").build_analyzer()
+    words = import_extra("sklearn.feature_extraction.text").CountVectorizer(stop_words="english").build_analyzer()
     counts = Counter(word for text in train for word in words(text))
     if not counts:
         raise DatasetError(f"{len(train)} training texts have only stop words: there is nothing to learn")

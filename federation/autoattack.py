@@ -84,7 +84,7 @@ def require_autoattack(settings: Settings, data: ArrayDataset) -> None:
         raise SettingsError(f"{key}: {error}, or set evaluation.autoattack-examples = 0") from error
 
 
-def autoattack(
+def run_autoattack(
     model: nn.Module, images: Tensor, labels: Tensor, epsilon: float, seed: int, batch_size: int = 250
 ) -> AutoAttackResult:
     """Attack images[N, C, H, W], pixels in [0, 1], with labels[N], in the L-infinity ball of radius `epsilon`.
@@ -94,7 +94,7 @@ def autoattack(
     """
     started = time.perf_counter()
     library = _torchattacks()
-    with still(model), isolate_rng(seed), fix_statistics(model, images, batch_size) as fixed:
+    with freeze(model), isolate_rng(seed), fix_statistics(model, images, batch_size) as fixed:
         logits = torch.cat([_logits(model, batch) for batch in torch.split(images, batch_size)])
         classes = logits.shape[1]
         if classes < MIN_CLASSES:
@@ -176,7 +176,7 @@ def suspicions(model: nn.Module, images: Tensor, labels: Tensor) -> list[str]:
 
 
 @contextmanager
-def still(model: nn.Module) -> Iterator[None]:
+def freeze(model: nn.Module) -> Iterator[None]:
     """In the body, the model is in evaluation mode and its parameters take no gradients (FAB leaves some behind)."""
     modes = [(module, module.training) for module in model.modules()]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from piecework.device_profiles.profile import usable_cpus
 from piecework.federated_data.datasets import ArrayDataset
-from piecework.federation.autoattack import AutoAttackResult, OnPixels, autoattack
+from piecework.federation.autoattack import AutoAttackResult, OnPixels, run_autoattack
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
 from piecework.training.attacks import Attack, by_backward, pgd
@@ -87,7 +87,7 @@ class Evaluator:
                 seen += len(y)
         return Evaluation(loss / seen, correct / seen)
 
-    def autoattack(
+    def run_autoattack(
         self, arrays: ArrayRecord, images: int, epsilon: float, atoms: Piece | None = None, head: str = "head"
     ) -> AutoAttackResult:
         """Run AutoAttack on that many test images; `epsilon` is in pixels of [0, 1]. Raises SettingsError, ValueError."""
@@ -98,7 +98,7 @@ class Evaluator:
         model.set_attacked(True)
         try:
             with at_full_speed():
-                return autoattack(on_pixels, pixels, labels, epsilon, seed, self.batch_size)
+                return run_autoattack(on_pixels, pixels, labels, epsilon, seed, self.batch_size)
         finally:
             model.set_attacked(False)
 
@@ -151,7 +151,7 @@ def final_evaluation(
     """
     found = asdict(evaluate(arrays, atoms, head)) | {"attack_steps": settings.evaluation.attack_steps}
     if settings.evaluation.autoattack_examples:
-        result = evaluate.autoattack(
+        result = evaluate.run_autoattack(
             arrays, settings.evaluation.autoattack_examples, settings.attack.epsilon, atoms, head
         )
         found["autoattack"] = asdict(result)

@@ -19,7 +19,7 @@ from piecework.training.parcels import pack
 from piecework.training.settings import Settings
 
 
-def chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+def pack_units(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Pack units in order into messages of at most `limit` bytes; a larger unit is sent alone. `sizes` is bytes by unit."""
     packed: list[list[str]] = []
     room = -1
@@ -112,7 +112,7 @@ class WeightCache:
             return []  # it did not answer the query
         missing = [unit for unit, digest in task.frozen.items() if digest not in self._held[client].hashes]
         sizes = {u: sum(len(a.data) for a in held.values()) for u, held in units_of(arrays, missing).items()}
-        return chunks(sizes, self.settings.messages.max_bytes)
+        return pack_units(sizes, self.settings.messages.max_bytes)
 
     def _messages(
         self,

@@ -131,7 +131,7 @@ def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattere
     for number, atom in enumerate(others, start=1):
         last = number == len(others)
         own = cut if len(atom.shape) == 3 else Cut(keep)  # only maps have channels that may be left out
-        build = partial(thin, atom.build, own, live, last)
+        build = partial(build_thin, atom.build, own, live, last)
         with torch.device("meta"):
             module = atom.build()
         if chained := isinstance(module, nn.Sequential):
@@ -163,7 +163,7 @@ def require_chain(module: nn.Sequential, what: str) -> None:
         )
 
 
-def thin(build: Callable[[], nn.Module], cut: Cut, live: int | None, last: bool) -> nn.Module:
+def build_thin(build: Callable[[], nn.Module], cut: Cut, live: int | None, last: bool) -> nn.Module:
     """Build an atom with pairs that read `live` channels (None = all), without ever allocating a full weight.
 
     The `last` atom of a plain chain passes all its channels to the head.

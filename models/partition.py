@@ -72,7 +72,7 @@ def atom_names(blueprint: Blueprint) -> list[str]:
     return [atom.name for atom in blueprint.atoms]
 
 
-def runs(atoms: Iterable[int]) -> str:
+def format_ranges(atoms: Iterable[int]) -> str:
     """Format atoms as ranges: (0, 4, 5, 6) -> `0,4-6`."""
     spans: list[list[int]] = []
     for atom in atoms:

@@ -121,9 +121,9 @@ def run_seeds(
         if ended_by and (rest or summary["status"] != "completed"):
             raise typer.Exit(ended_by)
     if len(seeds) > 1:
-        from piecework.report.seeds import conclusion
+        from piecework.report.seeds import summarise_seeds
 
-        told.print(conclusion(seeds, summaries), soft_wrap=True, highlight=False)
+        told.print(summarise_seeds(seeds, summaries), soft_wrap=True, highlight=False)
         if as_json:
             print(json.dumps(over_seeds(summaries)))
     return summaries

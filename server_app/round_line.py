@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from piecework.device_profiles.profile import percent
+from piecework.device_profiles.profile import format_percent
 from piecework.server_app.summary import peak_over_budget
 
 Record = dict[str, Any]
@@ -20,7 +20,7 @@ def round_line(record: Record, total_rounds: int) -> str:
     parts.append(f"{record['answered']}/{record['asked']} clients ok")
     peak = peak_over_budget([record])
     if peak is not None:
-        parts.append(f"peak {percent(peak, 1)} of budget")
+        parts.append(f"peak {format_percent(peak, 1)} of budget")
     return "  ".join(parts)
 
 
@@ -31,8 +31,8 @@ def accuracy_now(record: Record) -> str:
         ("accuracy on the clients", "client_accuracy", "client_adversarial_accuracy"),
     ):
         if record[clean] is not None:
-            under = f", under attack {percent(record[attacked], 1)}" if record.get(attacked) is not None else ""
-            return f"{name} {percent(record[clean], 1)}{under}"
+            under = f", under attack {format_percent(record[attacked], 1)}" if record.get(attacked) is not None else ""
+            return f"{name} {format_percent(record[clean], 1)}{under}"
     return ""
 
 

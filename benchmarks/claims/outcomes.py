@@ -9,7 +9,7 @@ from benchmarks.claims.failures import reason_of, result_of
 from benchmarks.claims.notes import beside
 from benchmarks.claims.results import last_accuracy
 from piecework.commands.runs import remove
-from piecework.device_profiles.profile import percent
+from piecework.device_profiles.profile import format_percent
 from piecework.report.display import format_seconds
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import has_completed
@@ -71,4 +71,4 @@ def figures(folder: Path) -> str:
         accuracy = last_accuracy(folder, "accuracy")
     except CheckpointError as error:
         return str(error)
-    return f"accuracy {percent(accuracy, 1)}, {format_seconds(RunDir(folder).seconds())}"
+    return f"accuracy {format_percent(accuracy, 1)}, {format_seconds(RunDir(folder).seconds())}"

@@ -103,7 +103,7 @@ def default_clients(values: Scalars, there: bool) -> int:
 
 def merge_assignments(assignments: list[str], options: Scalars) -> Scalars:
     """Return the settings of --set and of other options. Raises SettingsError if an option and --set differ in one."""
-    assigned = dict(map(assignment, assignments))
+    assigned = dict(map(parse_assignment, assignments))
     for key, value in options.items():
         if assigned.get(key, value) != value:
             option = OPTIONS[key]
@@ -117,7 +117,7 @@ def run_command(preset: str, assignments: list[str], options: Scalars, nodes: in
     Settings that have no effect with the options, as those of another strategy, are left out.
     """
     words = ["piecework", "run", *(["--preset", preset] if preset else [])]
-    asked = dict(map(assignment, assignments)) | options
+    asked = dict(map(parse_assignment, assignments)) | options
     known = {key: value for key, value in asked.items() if key != "dataset"}  # which may be a placeholder
     without_effect = find_unused(Settings.from_run_config((read_preset(preset) if preset else {}) | known))
     for key, value in asked.items():
@@ -190,7 +190,7 @@ def read_tables(path: Path) -> Scalars:
         raise SettingsError(f"preset {path}: {error}") from None
 
 
-def assignment(text: str) -> tuple[str, Scalar]:
+def parse_assignment(text: str) -> tuple[str, Scalar]:
     """Parse `key=value`, with the value as TOML reads it, or plain text. Raises SettingsError."""
     key, equals, raw = text.partition("=")
     if not equals:

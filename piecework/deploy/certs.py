@@ -73,12 +73,12 @@ def issue(names: Sequence[str], nodes: int, folder: Path, days: int = 825) -> li
     folder.chmod(0o700)
     authority, made = open_authority(folder)
     made += certify(authority, "server", names, days)
-    made.append(secret(folder, "executor.secret"))
+    made.append(make_secret(folder, "executor.secret"))
     for number in range(nodes):
         node = f"node-{number}"
-        made += identity(folder, node)
+        made += make_identity(folder, node)
         made += certify(authority, f"nodes/{node}", [node], days, key_suffix=".tls.key")
-        made.append(secret(folder, f"nodes/{node}.secret"))
+        made.append(make_secret(folder, f"nodes/{node}.secret"))
     return made
 
 
@@ -146,7 +146,7 @@ def holds(certificate: x509.Certificate, authority: Authority, names: Iterable[x
     return set(names_of(certificate)) == set(names) and datetime.now(UTC) < ends - LAST_PART * (ends - begins)
 
 
-def identity(folder: Path, node: str) -> tuple[Made, ...]:
+def make_identity(folder: Path, node: str) -> tuple[Made, ...]:
     """Make or keep the key pair that identifies a node. A .pub without its .key was made on the device, and is kept."""
     private_file, public_file = folder / "nodes" / f"{node}.key", folder / "nodes" / f"{node}.pub"
     if public_file.exists() and not private_file.exists():
@@ -164,7 +164,7 @@ def identity(folder: Path, node: str) -> tuple[Made, ...]:
     return Made(f"nodes/{node}.key", done), Made(f"nodes/{node}.pub", done)
 
 
-def secret(folder: Path, file: str) -> Made:
+def make_secret(folder: Path, file: str) -> Made:
     """Make or keep a file of random bytes, the secret of two processes."""
     path = folder / file
     if path.exists():

@@ -39,7 +39,7 @@ def register(folder: Path, superlink: str, root_certificates: Path) -> list[Regi
     Raises ConnectionError if the SuperLink cannot be reached or refuses, ValueError for a folder without good keys.
     """
     keys = public_keys(folder)
-    with control(superlink, root_certificates) as client:
+    with open_control(superlink, root_certificates) as client:
         known = nodes_by_key(client)
         for node, key in keys.items():
             if key not in known:
@@ -53,7 +53,7 @@ def revoke(folder: Path, node: str, superlink: str, root_certificates: Path) -> 
     keys = public_keys(folder)
     if node not in keys:
         raise ValueError(f"there is no key of '{node}' in {folder / 'nodes'}; there are {', '.join(keys)}")
-    with control(superlink, root_certificates) as client:
+    with open_control(superlink, root_certificates) as client:
         known = nodes_by_key(client).get(keys[node])
         if known is None:
             raise ValueError(f"{node} is not registered at {superlink}: there is nothing to revoke")
@@ -95,7 +95,7 @@ def public_key(path: Path) -> bytes:
 
 
 @contextmanager
-def control(superlink: str, root_certificates: Path) -> Iterator[ControlHttpClient]:
+def open_control(superlink: str, root_certificates: Path) -> Iterator[ControlHttpClient]:
     """Open a TLS connection to the Control API of a SuperLink. Raises ConnectionError."""
     client = ControlHttpClient.from_server_address(
         superlink,

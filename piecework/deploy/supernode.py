@@ -24,7 +24,7 @@ from flwr.supercore.utils import get_flwr_home
 def main() -> None:
     """Be a SuperNode until told to end."""
     parser = argparse.ArgumentParser(prog="piecework-supernode", add_help=False, allow_abbrev=False)
-    parser.add_argument("--look-seconds", type=seconds, default=math.inf)
+    parser.add_argument("--look-seconds", type=parse_seconds, default=math.inf)
     known, rest = parser.parse_known_args()
     if {"-h", "--help"} & {*rest}:
         print(__doc__)
@@ -36,7 +36,7 @@ def main() -> None:
     command.load()()
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """Parse a time of more than 0 seconds. Raises ArgumentTypeError."""
     try:
         found = float(text)

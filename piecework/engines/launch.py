@@ -82,7 +82,7 @@ def launch(
         return run_dir.summary() or {}
     started, earlier = time.monotonic(), run_dir.seconds() if settings.resume_from else 0.0
     try:
-        attempts(engine, settings, run_dir, on_round, restarts)
+        run_attempts(engine, settings, run_dir, on_round, restarts)
     except (KeyboardInterrupt, SystemExit):
         note_stop(run_dir, earlier + time.monotonic() - started)
         raise
@@ -92,7 +92,7 @@ def launch(
     return summary
 
 
-def attempts(engine: Engine, settings: Settings, run_dir: RunDir, on_round: OnRound, restarts: int) -> None:
+def run_attempts(engine: Engine, settings: Settings, run_dir: RunDir, on_round: OnRound, restarts: int) -> None:
     """Run once, and up to `restarts` times more after failures."""
     for attempt in range(restarts + 1):
         try:

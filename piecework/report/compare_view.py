@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.client_app.disk import write_atomically
-from piecework.device_profiles.profile import format_bytes, percent
+from piecework.device_profiles.profile import format_bytes, format_percent
 from piecework.report import display
 from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures
 
@@ -102,28 +102,28 @@ def lines(found: dict[str, Any], attacks: dict[str, str], evaluated: bool) -> di
         "at the end": with_spread(found["accuracy_mean"], found["accuracy_std"]),
         "best (round)": best,
         **{name: with_spread(found[f"{key}_mean"], found[f"{key}_std"]) for key, name in attacks.items()},
-        "peak / budget": percent(found["max_peak_over_budget"], 1) if found["enforced"] else "not enforced",
-        "largest peak": size(found["largest_measured_peak"]),
-        **({"in evaluation": size(found["largest_evaluation_peak"])} if evaluated else {}),
+        "peak / budget": format_percent(found["max_peak_over_budget"], 1) if found["enforced"] else "not enforced",
+        "largest peak": format_size(found["largest_measured_peak"]),
+        **({"in evaluation": format_size(found["largest_evaluation_peak"])} if evaluated else {}),
         "clients failed": f"{found['clients_failed']} of {found['clients_asked']}" if rounds[-1] else "-",
-        "bytes down": size(found["bytes_down_mean"]),
-        "bytes up": size(found["bytes_up_mean"]),
-        "time": duration(found["seconds_mean"]),
-        "simulated time": duration(found["simulated_seconds_mean"]),
+        "bytes down": format_size(found["bytes_down_mean"]),
+        "bytes up": format_size(found["bytes_up_mean"]),
+        "time": format_duration(found["seconds_mean"]),
+        "simulated time": format_duration(found["simulated_seconds_mean"]),
     }
 
 
 def with_spread(fraction: float | None, deviation: float | None) -> str:
     """Format as `70.00% ± 10.00%`."""
-    return percent(fraction) + (f" ± {percent(deviation)}" if deviation is not None else "")
+    return format_percent(fraction) + (f" ± {format_percent(deviation)}" if deviation is not None else "")
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Format seconds."""
     return "-" if seconds is None else display.format_seconds(seconds)
 
 
-def size(amount: float | None) -> str:
+def format_size(amount: float | None) -> str:
     """Format bytes."""
     return "-" if amount is None else format_bytes(round(amount))
 

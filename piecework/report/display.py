@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from piecework.device_profiles.profile import format_bytes, format_compared, is_limit, percent
+from piecework.device_profiles.profile import format_bytes, format_compared, format_percent, is_limit
 from piecework.planning.coverage import consecutive
 from piecework.report.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
@@ -64,8 +64,8 @@ def device_model_rows(models: Mapping[str, Record]) -> list[tuple[str, str]]:
     if not models:
         return []
     found, clients = worst_and_mean(models), sum(each["clients"] for each in models.values())
-    rows = [(name, f"{percent(each['accuracy'])} on {each['clients']} clients") for name, each in models.items()]
-    message = f"worst {percent(found['worst'])}, mean over {clients} clients {percent(found['mean'])}"
+    rows = [(name, f"{format_percent(each['accuracy'])} on {each['clients']} clients") for name, each in models.items()]
+    message = f"worst {format_percent(found['worst'])}, mean over {clients} clients {format_percent(found['mean'])}"
     return [("devices' models", message), *rows]
 
 
@@ -113,9 +113,9 @@ def best_text(rounds: Sequence[Record], final: Record | None = None) -> str:
     best = best_round(rounds, final)
     assert best is not None
     attacked = best["adversarial_accuracy"]
-    under = "" if attacked is None else f", {percent(attacked)} under attack,"
+    under = "" if attacked is None else f", {format_percent(attacked)} under attack,"
     when = "at the end" if best["round"] is None else f"in round {best['round']}"
-    return f"best {percent(best['accuracy'])}{under} {when}"
+    return f"best {format_percent(best['accuracy'])}{under} {when}"
 
 
 def memory_table(rounds: Sequence[Record]) -> Table:
@@ -186,7 +186,7 @@ def memory_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
                 str(len(row.clients)),
                 low if low == high else f"{low} to {high}",
                 *(text if peak else "-" for text, peak in zip(shown, peaks, strict=True)),
-                percent(row.peak_over_budget, 1) if enforced else "not enforced",
+                format_percent(row.peak_over_budget, 1) if enforced else "not enforced",
                 str(row.asked),
                 str(row.answered),
                 str(row.asked - row.answered),
@@ -275,7 +275,7 @@ def under_attack(final: Record | None) -> dict[str, UnderAttack]:
 def under_attack_rows(final: Record | None) -> list[tuple[str, str]]:
     """Return the results under attack as text."""
     found = under_attack(final).values()
-    return [(f"under {each.attack}", f"{percent(each.accuracy)} of {each.images} images") for each in found]
+    return [(f"under {each.attack}", f"{format_percent(each.accuracy)} of {each.images} images") for each in found]
 
 
 def totals(rounds: Iterable[Record]) -> dict[str, int]:

@@ -7,8 +7,8 @@ from piecework.report.display import Record
 from piecework.report.page import (
     COLOURS,
     Section,
+    escape_label,
     graph_objects,
-    label,
     line,
     mark_stages,
     over_rounds,
@@ -34,15 +34,15 @@ def figure_of(panel: Panel, rounds: Sequence[Record]) -> Any:
     plots = [plot for plot in panel.plots if isinstance(plot, Plot)]
     cells = [each for each in panel.plots if isinstance(each, Cells)]
     if plots:
-        figure = curves(plots, rounds)
+        figure = draw_curves(plots, rounds)
     elif any(isinstance(x, str) for x in cells[0].x):
         figure = named_cells(cells[0])
     else:
-        figure = pictures(cells, rounds)
+        figure = draw_pictures(cells, rounds)
     return mark_stages(figure, rounds) if panel.stages else figure
 
 
-def curves(plots: Sequence[Plot], rounds: Sequence[Record]) -> Any:
+def draw_curves(plots: Sequence[Plot], rounds: Sequence[Record]) -> Any:
     """Draw plots below each other. Curves of one name have one colour and one entry in the legend."""
     figure, names = over_rounds(subplots(len(plots)), rounds), dict[str, int]()
     for row, plot in enumerate(plots, start=1):
@@ -61,9 +61,9 @@ def curves(plots: Sequence[Plot], rounds: Sequence[Record]) -> Any:
     return figure
 
 
-def pictures(cells: Sequence[Cells], rounds: Sequence[Record]) -> Any:
+def draw_pictures(cells: Sequence[Cells], rounds: Sequence[Record]) -> Any:
     """Draw pictures below each other, whose columns are rounds."""
-    titles = [label(each.title) for each in cells]
+    titles = [escape_label(each.title) for each in cells]
     figure = subplots(len(cells), shared_xaxes=True, vertical_spacing=0.06, subplot_titles=titles)
     for row, each in enumerate(cells, start=1):
         picture = graph_objects().Heatmap(
@@ -85,7 +85,7 @@ def named_cells(cells: Cells) -> Any:
     """Draw fractions as cells, whose columns have names."""
     figure = graph_objects().Figure()
     figure.add_heatmap(
-        x=[label(str(name)) for name in cells.x],
+        x=[escape_label(str(name)) for name in cells.x],
         y=list(range(len(cells.rows))),
         z=cells.rows,
         zmin=0,

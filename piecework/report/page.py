@@ -84,7 +84,7 @@ def height(figure: Any) -> int:
     return PANEL * max(1, len(list(figure.select_yaxes()))) + 70 + legend
 
 
-def label(text: str) -> str:
+def escape_label(text: str) -> str:
     """Escape a text for plotly, which reads it as HTML but does not know the entities of quotation marks."""
     return escape(text, quote=False)
 
@@ -95,14 +95,14 @@ def line(points: Sequence[tuple[float, float | None]], name: str, number: int) -
     x, y = zip(*points, strict=True)
     mode = "lines+markers" if len(x) <= 40 else "lines"
     symbol = {"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 6}
-    return graph_objects().Scatter(x=x, y=y, name=label(name), mode=mode, line=style, marker=symbol)
+    return graph_objects().Scatter(x=x, y=y, name=escape_label(name), mode=mode, line=style, marker=symbol)
 
 
 def bars(rounds: Sequence[Record], stacks: dict[str, list[Any]], title: str) -> Any:
     """Return stacked bars over rounds."""
     figure = graph_objects().Figure()
     for i, (name, values) in enumerate(stacks.items()):
-        figure.add_bar(x=[r["round"] for r in rounds], y=values, name=label(name), marker_color=COLOURS[i])
+        figure.add_bar(x=[r["round"] for r in rounds], y=values, name=escape_label(name), marker_color=COLOURS[i])
     figure.update_yaxes(title=title, rangemode="tozero")
     figure.update_traces(marker_line_width=0)  # thin bars would show only their white edges
     return over_rounds(figure, rounds).update_layout(barmode="stack", bargap=0.3 if len(rounds) <= 60 else 0)

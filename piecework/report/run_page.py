@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from piecework.client_app.disk import write_atomically
-from piecework.device_profiles.profile import format_bytes, is_limit, percent
+from piecework.device_profiles.profile import format_bytes, format_percent, is_limit
 from piecework.planning.coverage import consecutive
 from piecework.report import display
 from piecework.report.compare import fleet_name
@@ -17,8 +17,8 @@ from piecework.report.page import (
     COLOURS,
     Section,
     bars,
+    escape_label,
     graph_objects,
-    label,
     line,
     mark_stages,
     over_rounds,
@@ -67,7 +67,7 @@ def overview(
 ) -> list[tuple[str, str]]:
     """Return the run in a few rows."""
     evaluated, total = display.accuracies(rounds, final), display.totals(rounds)
-    peak = percent(peak_over_budget(rounds)) if display.is_enforced(rounds) else "not enforced"
+    peak = format_percent(peak_over_budget(rounds)) if display.is_enforced(rounds) else "not enforced"
     setting = {key: str(settings.get(key, "-")) for key in ("strategy", "model", "dataset", "num-rounds")}
     clients, a_round = settings.get("clients") or "all", settings.get("clients-per-round") or "all"
     return [
@@ -79,7 +79,7 @@ def overview(
         ("Rounds", f"{len(rounds)} of {setting['num-rounds']}"),
         (
             "Accuracy",
-            f"{'trained model' if final else 'last'} {percent(evaluated[-1])}, {display.best_text(rounds, final)}"
+            f"{'trained model' if final else 'last'} {format_percent(evaluated[-1])}, {display.best_text(rounds, final)}"
             if evaluated
             else "-",
         ),
@@ -109,7 +109,7 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
     else:
         where = "the clients' own parts of the test data" if rounds[-1].get("personal") else "the central test data"
         caption = f"On {where}; training loss: mean of the clients."
-        found.append(Section("Accuracy and loss", caption, curves(rounds)))
+        found.append(Section("Accuracy and loss", caption, draw_curves(rounds)))
     found += [section(panel, rounds) for panel in panels_of(str(settings["strategy"]), rounds, settings)]
     by_device = device_figure(rounds)
     if by_device or not robust:  # adversarial training validates after averaging
@@ -222,7 +222,7 @@ def time_section(rounds: Sequence[Record]) -> Section:
     return Section(heading, caption, bars(rounds, {"seconds": simulated}, "seconds"))
 
 
-def curves(rounds: Sequence[Record]) -> Any:
+def draw_curves(rounds: Sequence[Record]) -> Any:
     """Draw accuracy above loss; rounds without evaluation have no point."""
     figure = subplots(2)
     lines = (
@@ -260,7 +260,7 @@ def memory_figure(rounds: Sequence[Record]) -> Any:
     figure, width = graph_objects().Figure(), max(4, min(30, 330 // len(rows)))
     for i, device in enumerate(devices(rounds)):
         own = {str(row["client"]): row["measured_peak"] for row in rows if row["device"] == device}
-        figure.add_bar(x=[*own], y=[*own.values()], name=label(device), marker_color=COLOURS[i % len(COLOURS)])
+        figure.add_bar(x=[*own], y=[*own.values()], name=escape_label(device), marker_color=COLOURS[i % len(COLOURS)])
     marks = (
         ("budget", "line-ew-open", width, {row["client"]: row["budget"] for row in rows if is_limit(row["budget"])}),
         ("predicted peak", "diamond-open", min(8, width + 1), {row["client"]: row["predicted_peak"] for row in rows}),

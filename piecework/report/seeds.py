@@ -26,7 +26,7 @@ def accuracies(summaries: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     return found
 
 
-def conclusion(seeds: Sequence[int], summaries: Sequence[dict[str, Any]]) -> str:
+def summarise_seeds(seeds: Sequence[int], summaries: Sequence[dict[str, Any]]) -> str:
     """Summarise the runs of some seeds in a sentence."""
     finished = {seed: s for seed, s in zip(seeds, summaries, strict=True) if s["status"] == "completed"}
     if not finished:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from piecework.device_profiles.profile import percent
+from piecework.device_profiles.profile import format_percent
 from piecework.models.model_file import description
 from piecework.report.display import Record
 from piecework.report.page import (
@@ -32,17 +32,19 @@ def is_adversarial(rounds: Sequence[Record]) -> bool:
 
 def final_section(final: Record, settings: Record, path: Path) -> Section:
     """Return the section of the trained model, clean and under each attack."""
-    rows = [("none", "all test images", percent(final["accuracy"]))]
+    rows = [("none", "all test images", format_percent(final["accuracy"]))]
     if final["adversarial_accuracy"] is not None:
-        rows.append((f"PGD-{final['attack_steps']}", str(final["attacked"]), percent(final["adversarial_accuracy"])))
+        rows.append(
+            (f"PGD-{final['attack_steps']}", str(final["attacked"]), format_percent(final["adversarial_accuracy"]))
+        )
     below = ""
     if found := final.get("autoattack"):
         images = str(found["images"])
-        rows.append(("none, the images of AutoAttack", images, percent(found["clean_accuracy"])))
+        rows.append(("none, the images of AutoAttack", images, format_percent(found["clean_accuracy"])))
         names = [ATTACKS.get(name, name) for name in found["after"]]
         for i, accuracy in enumerate(found["after"].values(), start=1):
             so_far = " + ".join(names[:i])
-            rows.append((f"AutoAttack: {so_far}" if i == len(names) else so_far, images, percent(accuracy)))
+            rows.append((f"AutoAttack: {so_far}" if i == len(names) else so_far, images, format_percent(accuracy)))
         warnings = "".join(f"<li>{escape(sentence)}</li>" for sentence in found["warnings"])
         below = (
             f"<h3>AutoAttack warns</h3><ul>{warnings}</ul>"

@@ -22,7 +22,7 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.models.cascade import Blueprint, initial_state
 from piecework.models.layer_statistics import unit_signature
-from piecework.models.partition import AtomTooLargeError, runs
+from piecework.models.partition import AtomTooLargeError, format_ranges
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.models.zoo import MODELS, build_blueprint, usual_input
@@ -151,7 +151,7 @@ def train_one_by_one(folder: Path, strategy: str, name: str, atoms: list[int], *
     client = client_of(folder, cut, max(costs.values()), **changes)
     update = train(client, strategy, costs)
     assert update.done == [*costs]
-    assert {item: client.cap.peaks[f"train piece {runs(item.atoms)}"] for item in costs} == costs
+    assert {item: client.cap.peaks[f"train piece {format_ranges(item.atoms)}"] for item in costs} == costs
     assert client.cap.peak_bytes == client.allowed == update.metrics["predicted-peak"]
 
 
@@ -224,7 +224,7 @@ def test_behind_frozen_blocks(tmp_path: Path, name: str) -> None:
             client = client_of(tmp_path / f"{t}-{len(piece)}", cut, allowed, cut.model.units())
             costs = needed | {item: max(needed[item], allowed + (piece != step))}
             train(client, "profl", costs, ProFLTaskConfig(t, "growing"), cut.variant)
-            assert client.cap.peaks[f"train {runs(piece) or 'the output layer'}"] == cut.bytes(cut.item(piece))
+            assert client.cap.peaks[f"train {format_ranges(piece) or 'the output layer'}"] == cut.bytes(cut.item(piece))
             assert client.cap.peak_bytes <= allowed  # of streamed atoms the writing of features is not traced
 
 

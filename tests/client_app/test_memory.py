@@ -27,8 +27,8 @@ from piecework.models.partition import (
     atom_names,
     exclude_input_side,
     fits,
+    format_ranges,
     greedy_partition,
-    runs,
 )
 from piecework.models.zoo import build_blueprint
 from piecework.planning.paper_memory.fedepth import fedepth_cost, fedepth_full_bytes
@@ -360,7 +360,7 @@ def test_fedepth_decompositions(ratio: float, pieces: str) -> None:
     blueprint = cifar_preresnet()
     allowed = int(1.05 * ratio * fedepth_full_bytes(blueprint))
     found = decompose(10, lambda piece: int(fedepth_cost(blueprint, piece)), allowed, atom_names(blueprint))
-    assert " ".join(map(runs, found)) == pieces
+    assert " ".join(map(format_ranges, found)) == pieces
 
 
 def test_a_sixth_by_the_letter_leaves_the_first_blocks_out() -> None:
@@ -390,7 +390,7 @@ def test_the_traced_fair_fleet(device: str, ratio: float, pieces: str) -> None:
     assert profile.memory_ratio == ratio
     allowed = profile.budget(preresnet_cost(tuple(range(10))))
     found = decompose(10, preresnet_cost, allowed, atom_names(model(*PRERESNET)))
-    assert " ".join(map(runs, found)) == pieces
+    assert " ".join(map(format_ranges, found)) == pieces
 
 
 GIGABYTES = (3.0, 2.0, 1.0, 0.5, 0.5, 0.5)  # the layers of FeDepth's Figure 4

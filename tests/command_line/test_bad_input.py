@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from piecework.cli import app
 from piecework.client_app.seal import damage
-from piecework.commands.options import assignment, settings_from
+from piecework.commands.options import parse_assignment, settings_from
 from piecework.device_profiles.documents import DEEPEST, abbreviate, read_json, read_toml
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.fleet_file import FleetError
@@ -168,7 +168,7 @@ def test_any_value_is_a_setting_or_is_refused(key: str, value: Any) -> None:
 @settings(derandomize=True, max_examples=80, deadline=None, database=None)
 @given(st.text(max_size=40) | st.from_regex(r"[\[{\"'0-9eE_.:-]{1,20}", fullmatch=True))
 def test_any_text_is_the_value_of_an_assignment(text: str) -> None:
-    key, value = assignment(f"training.lr={text}")
+    key, value = parse_assignment(f"training.lr={text}")
     assert key == "training.lr"
     try:
         assert Settings.from_run_config({key: value}).training.lr > 0

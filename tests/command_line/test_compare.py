@@ -10,7 +10,7 @@ from report_helpers import make_run, refused, round_record, text_of, two_rounds
 from piecework.device_profiles.fleet import load_fleet
 from piecework.report.compare import compare_json, fleet_names, group_runs
 from piecework.report.compare_view import compare_tables, marks, write_curves
-from piecework.report.page import LAYOUT, Section, height, label, line, sections_html, subplots, table
+from piecework.report.page import LAYOUT, Section, escape_label, height, line, sections_html, subplots, table
 from piecework.report.run_page import write_report
 
 DEMO, BOARDS = (load_fleet(name).to_json() for name in ("demo", "boards"))
@@ -80,7 +80,7 @@ def test_marks_of_many_groups_differ(tmp_path: Path) -> None:
 
 
 def test_names_in_figures_are_escaped_once() -> None:
-    assert label("a \"b\" <i> & 'c'") == "a \"b\" &lt;i&gt; &amp; 'c'"
+    assert escape_label("a \"b\" <i> & 'c'") == "a \"b\" &lt;i&gt; &amp; 'c'"
     assert line([(1, 0.5)], 'a "b"', 0).name == 'a "b"'
 
 

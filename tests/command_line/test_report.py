@@ -16,7 +16,7 @@ from report_helpers import (
     two_rounds,
 )
 
-from piecework.device_profiles.profile import percent
+from piecework.device_profiles.profile import format_percent
 from piecework.report.compare import compare_json, group_runs
 from piecework.report.compare_view import compare_tables, write_curves
 from piecework.report.display import memory_rows, memory_table, reasons, summary_table
@@ -231,7 +231,7 @@ def test_a_peak_just_over_its_budget_is_not_shown_as_the_same() -> None:
 
 
 def test_only_a_full_budget_is_shown_as_full() -> None:
-    assert [percent(share, 1) for share in (None, 0.98765, 0.99999, 1.0, 1.00001)] == [
+    assert [format_percent(share, 1) for share in (None, 0.98765, 0.99999, 1.0, 1.00001)] == [
         "-",
         "98.8%",
         "99.9%",

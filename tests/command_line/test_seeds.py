@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from piecework.cli import app
 from piecework.report.compare import runs_at
-from piecework.report.seeds import conclusion
+from piecework.report.seeds import summarise_seeds
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import resolve_run_dir
 from piecework.training.settings import Settings
@@ -112,4 +112,4 @@ def summary(**values: Any) -> dict[str, Any]:
     ],
 )
 def test_conclusion(summaries: list[dict[str, Any]], said: str) -> None:
-    assert conclusion([1, 2, 3], summaries) == said
+    assert summarise_seeds([1, 2, 3], summaries) == said

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from piecework.federated_data.datasets import ArrayDataset, DatasetError
 from piecework.federation.autoattack import (
-    autoattack,
     fix_statistics,
+    freeze,
     is_fooled,
     require_autoattack,
+    run_autoattack,
     standard_attacks,
-    still,
     suspicions,
 )
 from piecework.federation.evaluation import Evaluator
@@ -62,7 +62,7 @@ def test_linear_model_by_hand() -> None:
     arrays = ArrayRecord({"head.1.weight": Array(np.eye(4, dtype=np.float32))})
     evaluate = Evaluator(blueprint, data, 2)
     before = torch.get_rng_state()
-    found = evaluate.autoattack(arrays, 5, EPSILON)
+    found = evaluate.run_autoattack(arrays, 5, EPSILON)
     assert torch.equal(torch.get_rng_state(), before)
     assert (found.images, found.clean_accuracy) == (5, 4 / 5)
     # 50 and 8 are overcome, 52 and 100 are not, and what is wrong stays wrong
@@ -84,7 +84,7 @@ def test_a_model_whose_gradients_are_masked() -> None:
 
     model, (x, y) = Brightest(Rounded()), images()
     x, y = x[[0, 3, 4]], y[[0, 3, 4]]
-    found = autoattack(model, x, y, EPSILON, seed=1)
+    found = run_autoattack(model, x, y, EPSILON, seed=1)
     assert found.clean_accuracy == 2 / 3
     assert found.accuracy == 0.0
     gradient, square = found.warnings
@@ -100,7 +100,7 @@ def test_a_model_whose_gradients_are_masked() -> None:
 def test_all_broken() -> None:
     pytest.importorskip("torchattacks")
     x, y = images()
-    found = autoattack(Brightest(), x[:1], y[:1], 0.5, seed=1)
+    found = run_autoattack(Brightest(), x[:1], y[:1], 0.5, seed=1)
     assert (found.clean_accuracy, found.accuracy) == (1.0, 0.0)
     assert set(found.after.values()) == {0.0}
 
@@ -109,7 +109,7 @@ def test_too_few_classes() -> None:
     pytest.importorskip("torchattacks")
     x, y = images()
     with pytest.raises(ValueError, match="needs a model of 4 classes or more, this one has 3"):
-        autoattack(Brightest(), x[..., :3], y[:], EPSILON, seed=1)
+        run_autoattack(Brightest(), x[..., :3], y[:], EPSILON, seed=1)
 
 
 @pytest.mark.parametrize(("classes", "targets"), [(4, 3), (10, 9), (100, 9)])
@@ -192,7 +192,7 @@ def test_statistics_of_a_batch_are_fixed_for_the_attack() -> None:
 def test_a_model_of_batch_statistics_is_attacked_with_a_warning() -> None:
     pytest.importorskip("torchattacks")
     model, (x, y) = Brightest(nn.BatchNorm2d(1, affine=False, track_running_stats=False)), images()
-    found = autoattack(model, x[[0, 3, 4]], y[[0, 3, 4]], EPSILON, seed=1, batch_size=2)
+    found = run_autoattack(model, x[[0, 3, 4]], y[[0, 3, 4]], EPSILON, seed=1, batch_size=2)
     assert (found.clean_accuracy, found.accuracy) == (2 / 3, 0.0)  # a shift and a scale, the same for all
     (warning,) = found.warnings
     assert "Batch norms that use batch statistics" in warning
@@ -202,7 +202,7 @@ def test_still_puts_everything_back() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2))
     model[1].eval()
     model[2].requires_grad_(False)
-    with still(model):
+    with freeze(model):
         assert not any(module.training for module in model.modules())
         assert not any(parameter.requires_grad for parameter in model.parameters())
     assert [module.training for module in model] == [True, False, True]
@@ -218,7 +218,7 @@ def without_torchattacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("without_torchattacks")
 def test_without_the_extra() -> None:
     with pytest.raises(SettingsError, match=r"AutoAttack needs torchattacks.*pip install 'piecework\[attacks\]'"):
-        autoattack(Brightest(), *images(), EPSILON, seed=1)
+        run_autoattack(Brightest(), *images(), EPSILON, seed=1)
     settings = tiny_settings(evaluation__autoattack_examples=50)
     with pytest.raises(
         SettingsError,

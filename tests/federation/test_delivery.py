@@ -16,7 +16,7 @@ from tail import FROZEN
 
 from piecework.client_app import frozen
 from piecework.client_app.frozen import MissingUnitsError, content_hash
-from piecework.federation.weight_cache import chunks, units_of, without_units
+from piecework.federation.weight_cache import pack_units, units_of, without_units
 from piecework.models.cascade import unit_of
 from piecework.server_app.records import RunDir
 from piecework.training.answers import Outcome
@@ -202,7 +202,7 @@ def test_a_client_that_fails_at_its_units_gets_no_task(tmp_path: Path, grids: An
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 60))
 def test_chunks(sizes: list[int], limit: int) -> None:
     units = {f"atoms.{number}": size for number, size in enumerate(sizes)}
-    packed = chunks(units, limit)
+    packed = pack_units(units, limit)
     assert [unit for chunk in packed for unit in chunk] == list(units)
     loads = [sum(units[unit] for unit in chunk) for chunk in packed]
     assert all(load <= limit or len(chunk) == 1 for load, chunk in zip(loads, packed, strict=True))

@@ -76,7 +76,7 @@ def test_of_a_finished_run_nothing_is_left(finished: RunDir, caplog: pytest.LogC
 
 
 def test_the_command_says_so_and_starts_no_engine(finished: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "attempts", None)
+    monkeypatch.setattr(launching, "run_attempts", None)
     before = content(finished)
     words = ["run", "--json", "--set", f"resume-from={finished.path}", "--engine", "ray"]
     done = CliRunner().invoke(app, words)

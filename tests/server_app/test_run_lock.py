@@ -15,7 +15,7 @@ import pytest
 from helpers import TRIO, run_local, tiny_settings
 
 from piecework.client_app import file_lock
-from piecework.engines.launch import attempts, launch, watch
+from piecework.engines.launch import launch, run_attempts, watch
 from piecework.engines.processes import EngineError, FlowerHome
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
@@ -120,7 +120,7 @@ def test_a_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
         if len(begun) == 1:
             raise EngineError("Flower ended the run (its ServerApp, process 7 since 2026, was killed)")
 
-    attempts(engine, settings, run, lambda _: None, restarts=1)
+    run_attempts(engine, settings, run, lambda _: None, restarts=1)
     assert begun == ["", str(run.path)]
     assert [record["round"] for record in run.rounds()] == [1, 2]
 

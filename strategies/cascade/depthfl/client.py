@@ -186,7 +186,7 @@ def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]
     """Return c = - h_k - a theta_t of each parameter, in their order; h_k is initially 0."""
     found = []
     for unit, module in piece.units().items():
-        with history(client, unit) as h:
+        with open_history(client, unit) as h:
             for name, parameter in module.named_parameters():
                 c = parameter.detach().mul(-alpha)
                 if (known := h(f"{unit}.{name}")) is not None:
@@ -196,7 +196,7 @@ def corrections(client: Client, piece: PieceModel, alpha: float) -> list[Tensor]
 
 
 @contextmanager
-def history(client: Client, unit: str) -> Iterator[Callable[[str], np.ndarray | None]]:
+def open_history(client: Client, unit: str) -> Iterator[Callable[[str], np.ndarray | None]]:
     """Open a function that reads h_k of a unit's parameter from the client's state. It returns None if there is no h_k yet."""
     path = client.old_state / HISTORY / f"{unit}.safetensors" if client.old_state is not None else None
     if path is None or not path.is_file():
@@ -212,7 +212,7 @@ def remember(client: Client, piece: PieceModel, alpha: float) -> None:
     folder.mkdir(exist_ok=True)
     for unit, module in piece.units().items():
         parameters, fresh = dict(module.named_parameters()), {}
-        with history(client, unit) as h:
+        with open_history(client, unit) as h:
             for key, sent in client.store.read([unit]):
                 if (parameter := parameters.get(key.removeprefix(f"{unit}."))) is not None:
                     step, known = alpha * (parameter.detach().cpu().numpy() - sent), h(key)

@@ -34,8 +34,8 @@ from piecework.models.partition import (
     atom_names,
     exclude_input_side,
     fits,
+    format_ranges,
     greedy_partition,
-    runs,
 )
 from piecework.models.work_item import WorkItem
 from piecework.strategies.cascade.fedepth.mutual import (
@@ -215,7 +215,9 @@ def train_blocks(client: Client, items: list[WorkItem], make_loss: MakeLoss = si
             if epoch and not client.settings.memory.feature_cache:
                 fresh = client.local_data(epoch).entering(entrance)
                 examples = _stream_again(client, trainer, items[: j + 1], fresh) if j else fresh
-            trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.atoms)}")
+            trainer.epoch(
+                examples, client.rng("batches", j, epoch), client.cap, f"train piece {format_ranges(item.atoms)}"
+            )
         (piece,) = trainer.finish()
         client.save(piece)
         trained |= dict.fromkeys(piece.units())
@@ -261,7 +263,9 @@ def train_network(client: Client, items: list[WorkItem]) -> Update:
         trainer = LocalTrainer(make, client.config_of(item))
         for epoch in trainer.epochs():
             examples = client.local_data(0 if client.settings.memory.feature_cache else epoch)
-            trainer.epoch(examples, client.rng("batches", j, epoch), client.cap, f"train piece {runs(item.learns)}")
+            trainer.epoch(
+                examples, client.rng("batches", j, epoch), client.cap, f"train piece {format_ranges(item.learns)}"
+            )
         (piece,) = trainer.finish()
         client.save(piece)
         units |= dict.fromkeys(["atoms.0", *(f"atoms.{atom}" for atom in item.learns), "head"])

@@ -26,7 +26,7 @@ from piecework.client_app.client import Client, Update
 from piecework.client_app.features import prefix_features
 from piecework.client_app.validation import cascade_of, validate
 from piecework.models.cascade import Blueprint
-from piecework.models.partition import Piece, fits, runs
+from piecework.models.partition import Piece, fits, format_ranges
 from piecework.models.work_item import WorkItem
 from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.training.answers import Metrics
@@ -110,7 +110,7 @@ def train(task: Task, client: Client) -> Update:
         module_loss(client.settings.of(FedProphetSettings).convexity),
     )
     for epoch in trainer.epochs():
-        trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(item.atoms)}")
+        trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {format_ranges(item.atoms)}")
     (piece,) = trainer.finish()
     client.save(piece)
     metrics: Metrics = {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.costs.get(item, 0)}

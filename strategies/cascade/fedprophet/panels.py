@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from piecework.device_profiles.profile import percent
+from piecework.device_profiles.profile import format_percent
 from piecework.strategies.panels import Cells, Curve, Panel, Plot, Record, atom_range, by_stage, from_to
 
 NORMS = {"l2": "L2", "linf": "L-infinity"}
@@ -75,7 +75,7 @@ def stage_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
                 f"{records[0]['distance']:.4g}" if features else "images",
                 first_and_last(attacked, "alpha") if features else "-",
                 first_and_last(attacked, "epsilon"),
-                "-" if fixed[0] is None else f"{percent(fixed[0], 1)}, attacked {percent(fixed[1], 1)}",
+                "-" if fixed[0] is None else f"{format_percent(fixed[0], 1)}, attacked {format_percent(fixed[1], 1)}",
             )
         )
     return rows
@@ -110,7 +110,7 @@ def depth_rows(rounds: Sequence[Record]) -> list[tuple[str, ...]]:
         for atoms, of_these in sorted(found.items()):
             count, clients = len(of_these), len({c["client"] for c in of_these})
             devices = ", ".join(sorted({c["device"] for c in of_these}))
-            fraction = percent(count / len(updates), 1)
+            fraction = format_percent(count / len(updates), 1)
             rows.append((stage, atom_range(atoms), str(count), fraction, str(clients), devices))
     return rows
 

@@ -29,7 +29,7 @@ from piecework.client_app.features import measure_statistics, prefix_features, t
 from piecework.client_app.validation import behind, evaluate_cascade
 from piecework.models.basic_layers import BasicLayers, cascade_at, step_atoms, student_atoms
 from piecework.models.cascade import Blueprint
-from piecework.models.partition import Piece, fits, runs
+from piecework.models.partition import Piece, fits, format_ranges
 from piecework.models.work_item import WorkItem
 from piecework.strategies.cascade.profl.settings import ProFLSettings
 from piecework.training.answers import Metrics
@@ -74,9 +74,9 @@ def train(task: Task, client: Client) -> Update:
     whole = fits(task.needed_bytes(item_of(task, atoms)), client.allowed)
     if task_config.doing == "map":
         student = item_of(task, student_atoms(client.blueprint, task_config.step))
-        require(task, client, student, f"mapping block {task_config.step} into its basic layer")
+        require_fitting(task, client, student, f"mapping block {task_config.step} into its basic layer")
     elif not whole:
-        require(task, client, item_of(task, OUTPUT_LAYER), "training the output layer")
+        require_fitting(task, client, item_of(task, OUTPUT_LAYER), "training the output layer")
     frozen = [(atom,) for atom in frozen_atoms(task)]
     training = client.settings.of(ProFLSettings).frozen_mode == "training"
     # images are augmented again in every round, but stored features are not
@@ -94,7 +94,7 @@ def measure(task: Task, client: Client, atoms: Piece) -> Update:
     Raises MemoryBudgetExceededError if one atom at a time does not fit.
     """
     item = WorkItem(atoms, variant=task.variant, measured=True)
-    require(task, client, item, "measuring the statistics of random blocks")
+    require_fitting(task, client, item, "measuring the statistics of random blocks")
     measure_statistics(client, atoms)
     return Update([f"atoms.{atom}" for atom in atoms], {"predicted-peak": task.costs[item]}, [item], [0])
 
@@ -144,7 +144,9 @@ def learn(
         lambda: [PieceModel(client.blueprint, atoms, "head", client.load())], client.config_of(item), make_loss
     )
     for epoch in trainer.epochs():
-        trainer.epoch(examples, client.rng("batches", epoch), client.cap, f"train {runs(atoms) or 'the output layer'}")
+        trainer.epoch(
+            examples, client.rng("batches", epoch), client.cap, f"train {format_ranges(atoms) or 'the output layer'}"
+        )
     (piece,) = trainer.finish()
     client.save(piece)
     metrics: Metrics = {
@@ -159,7 +161,7 @@ def item_of(task: Task, atoms: Piece) -> WorkItem:
     return WorkItem(atoms, variant=task.variant)
 
 
-def require(task: Task, client: Client, item: WorkItem, doing: str) -> None:
+def require_fitting(task: Task, client: Client, item: WorkItem, doing: str) -> None:
     """Raise MemoryBudgetExceededError if a work item does not fit; `doing` names it in the message."""
     if not fits(task.needed_bytes(item), client.allowed):
         raise task.refusal(item, client.allowed, doing)

@@ -5,7 +5,7 @@ from helpers import fleet_json
 
 from piecework.commands.options import settings_from
 from piecework.device_profiles.fleet import load_fleet
-from piecework.models.partition import runs
+from piecework.models.partition import format_ranges
 from piecework.models.work_item import WorkItem
 from piecework.plans.plan import planner_for
 from piecework.plans.question import ask
@@ -19,7 +19,7 @@ PAIR = f"{SIXTH.replace(' |', ' taught |')} taught | 0-9 taught"
 
 def read(item: WorkItem) -> str:
     copies = f"{item.mode.copies} of " if isinstance(item.mode, Mutual) else ""
-    return copies + runs(item.atoms) + (" taught" if isinstance(item.mode, Taught) else "")
+    return copies + format_ranges(item.atoms) + (" taught" if isinstance(item.mode, Taught) else "")
 
 
 def planned(preset: str, *sets: str) -> list[str]:

@@ -102,7 +102,7 @@ def test_one_attack_step_is_counted_for_all(tmp_path: Path, monkeypatch: pytest.
     for counted in ("once", "always"):
         client = seasoned(tmp_path / counted, resnet("running"))
         if counted == "always":
-            monkeypatch.setattr(validation, "counted_once", lambda gradient: gradient)
+            monkeypatch.setattr(validation, "count_once", lambda gradient: gradient)
         attack = image_attack(client.settings, client.data, 4)
         found.append(validate(client, cascade_of(client, THREE, "head", held=held), attack))
         peaks.append(client.cap.peak_bytes)
