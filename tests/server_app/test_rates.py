@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from helpers import TRIO, run_local, tiny_settings
-from settings_helpers import settings_with
 
 from piecework.report.run_page import rate_plan, write_report
 from piecework.server_app.rates import describe, low_lr_warning, require_rates
 from piecework.server_app.records import RunDir
 from piecework.strategies.cascade.fedprophet.server import FedProphet
+from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.strategies.cascade.profl.server import ProFL
 from piecework.training.settings import SettingsError, learning_rate
 
@@ -135,7 +135,7 @@ def test_the_rounds_to_come_of_a_cascade(restart: bool, last: int, places: list[
         state=state,
         modules=[(0,), (1,), (2,)],
         cut=cut,
-        settings=settings_with(strategy="fedprophet", fedprophet__lr_restart=restart),
+        own=FedProphetSettings(lr_restart=restart),
     )
     assert list(FedProphet.schedule(strategy, 8, last)) == places
     state.stage_rounds = 0  # a new run, which is not cut yet

@@ -123,6 +123,6 @@ def test_what_is_not_trained_is_not_sent(tmp_path: Path) -> None:
 def test_own_heads_and_the_network_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
-        match=r"fedepth\.sub-problem = 'network' trains the model's own head, but m-fedepth has separate heads",
+        match=r"fedepth\.sub-problem = 'network': it trains the model's own head, but m-fedepth has separate heads",
     ):
         run_local(tmp_path, **SMALL | {"strategy": "m-fedepth", "fedepth__sub_problem": "network"})
