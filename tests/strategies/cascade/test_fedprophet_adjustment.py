@@ -14,6 +14,7 @@ from settings_helpers import key_of, settings_with
 
 from piecework.strategies.cascade.fedprophet.adjustment import BestRound, FedProphetState, FixedModule, adjust_alpha
 from piecework.strategies.cascade.fedprophet.server import FedProphet
+from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.strategies.method import Round
 
 # ---- on its boundaries
@@ -132,6 +133,7 @@ def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]
                 "fedprophet__apa_bound": "none",
             } | settings
             method.settings = run.settings.with_values({key_of(name): value for name, value in changes.items()})
+            method.own = method.settings.of(FedProphetSettings)
             method.state = FedProphetState(
                 r_min=1,
                 stage_rounds=99,

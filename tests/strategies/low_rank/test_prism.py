@@ -87,7 +87,7 @@ def test_entries_are_averaged_over_the_clients_that_had_them(
     made, aggregated = strategies(monkeypatch), list[ArrayRecord]()
     composed = PriSM.compose
     monkeypatch.setattr(
-        PriSM, "composed", lambda self, whole, names: (aggregated.append(whole), composed(self, whole, names))[1]
+        PriSM, "compose", lambda self, whole, names: (aggregated.append(whole), composed(self, whole, names))[1]
     )
     grid = grids()
     run = run_local(tmp_path, grid, **TRIO, **SMALL, fleet=MIXED, prism__output_channels=channels)
@@ -336,7 +336,7 @@ def test_a_round_goes_on_with_the_momentum_of_the_last(tmp_path: Path, piece_cla
 
 def test_there_must_be_momentum_to_average(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"prism\.server-momentum = true averages momentum, but training\.momentum is 0\.0"
+        ValueError, match=r"prism\.server-momentum = true: it averages momentum, but training\.momentum is 0"
     ):
         run_local(tmp_path, **TRIO | SMALL | {"prism__server_momentum": True, "training__momentum": 0.0})
 
