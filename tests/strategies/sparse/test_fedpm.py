@@ -66,7 +66,7 @@ def test_masks_are_redrawn_in_training_and_fixed_in_evaluation() -> None:
     masks = []
     for training_mode in (True, True, False, False):
         conv.train(training_mode)
-        masks.append(conv.drawn()["weight"])
+        masks.append(conv.draw()["weight"])
     assert not torch.equal(masks[0], masks[1])
     assert torch.equal(masks[2], masks[3])
 
