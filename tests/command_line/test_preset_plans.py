@@ -85,7 +85,8 @@ def rates(settings: Settings, stage: int, rounds: int) -> tuple[float, float]:
     found = []
     for done in (0, rounds - 1):
         number, method = stage * rounds + done + 1, find_method(settings.strategy)
-        running: Any = SimpleNamespace(settings=settings, state=SimpleNamespace(stage_round=done))
+        own = settings.of(FedProphetSettings)
+        running: Any = SimpleNamespace(settings=settings, own=own, state=SimpleNamespace(stage_round=done))
         staged = issubclass(method, FedProphet)
         found.append(method.rate(running, number) if staged else learning_rate(settings, number))
     return found[0], found[1]
