@@ -99,10 +99,10 @@ class Method:
     """Base of all methods.
 
     `cut` is the model, as the method cuts it for the fleet. A checkpoint holds the model, `state` and the arrays in `kept`.
-    `public` are the server's public examples, if the method `needs_public_data`. `piece_class` runs the model in an evaluation,
-    and the server calls `prepare` with it before. `evaluation_keys` are the metrics that clients report in an evaluation.
-    `evaluation_details` describe the evaluation in the records, and `model_details` a trained model in its file; both are JSON
-    values.
+    `public` are the server's public examples, if the method can use some (`can.public`). `piece_class` runs the model in an
+    evaluation, and the server calls `prepare` with it before. `evaluation_keys` are the metrics that clients report in an
+    evaluation. `evaluation_details` describe the evaluation in the records, and `model_details` a trained model in its file;
+    both are JSON values.
     """
 
     name: ClassVar[str]
@@ -117,7 +117,6 @@ class Method:
     validates: Literal["by settings", "asked", "all"] = "by settings"  # who evaluates the model of each round
     piece_class: type[PieceModel] = PieceModel
     public: Examples | None = None
-    needs_public_data: bool = False
     evaluation_keys: ClassVar[tuple[str, ...]] = ("val-loss", "val-accuracy")
 
     cut: Any  # a `cut_class`

@@ -28,7 +28,7 @@ from piecework.strategies.update_gate import UpdateGate
 from piecework.training.answers import Answer
 from piecework.training.messages import Task
 from piecework.training.settings import learning_rate
-from piecework.training.settings.cases import require_accepted
+from piecework.training.settings.cases import is_true, require_accepted
 
 
 class MethodServer(Strategy):
@@ -50,7 +50,7 @@ class MethodServer(Strategy):
         require_accepted(self.settings, method_class.refuses, method_class.name)
         cut.require_model()
         self.method = method_class(cut)
-        if self.method.needs_public_data:
+        if is_true(method_class.can.public, self.settings):
             self.method.public = public_examples(self.settings)
         self.enforced = self.settings.memory.enforced and not cut.swaps
         self.slowest = math.inf

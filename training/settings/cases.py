@@ -44,6 +44,11 @@ def holds(case: Case, values: Mapping[str, Scalar]) -> bool:
     )
 
 
+def is_true(capability: bool | Case, settings: Settings) -> bool:
+    """Return whether a method has a capability with these settings."""
+    return capability if isinstance(capability, bool) else holds(capability, settings.to_run_config())
+
+
 def default(key: str, strategy: str = "") -> Scalar:
     """Return the default of a setting, or an empty text if there is no such setting."""
     found = fields(strategy).get(key)

@@ -165,7 +165,6 @@ class FedDF(Method):
     cut_class = FamilyCut
     cut: FamilyCut
     public: Examples
-    needs_public_data = True
 
     def begin(self, fleet: ClientResources) -> None:
         """Initialise the prototypes that are missing, which are all those of a new run."""

@@ -123,7 +123,6 @@ class FedRBN(Method):
     def __init__(self, cut: FedRBNCut) -> None:
         super().__init__(cut)
         branch = self.settings.of(FedRBNSettings).evaluation_branch
-        self.needs_public_data = branch == "detector"  # on which the detector is fitted
         self.piece_class, self.prepare = branch_of(branch), self._prepare
         # the statistics that evaluation uses
         self.evaluation_details = self.model_details = {"evaluation_branch": branch}
