@@ -36,7 +36,6 @@ from piecework.training.accelerator import NoAcceleratorError, find_device, with
 from piecework.training.answers import Metrics, NodeInfo, Outcome, reply
 from piecework.training.memory_cap import ResidentPeak, is_out_of_memory
 from piecework.training.messages import Question, Task, content_bytes
-from piecework.training.methods import METHODS
 from piecework.training.settings import Settings
 
 app = ClientApp()
@@ -48,6 +47,7 @@ Answer = tuple[Outcome, Metrics, ArrayRecord | None]
 def query_device(message: Message, context: Context) -> Message:
     """Report this node's client number, numbers of examples, device and software, and with `device = auto` its own figures."""
     node = context.node_config
+    require_strategy_of_run(str(context.run_config.get("strategy", "")), context)
     settings, number = Settings.from_run_config(context.run_config), int(node["partition-id"])
     clients = settings.clients or int(node["num-partitions"])
     rows = test_rows = np.arange(0)
@@ -158,10 +158,15 @@ def too_little(error: Exception, store: Store, client: Client | None) -> Outcome
 
 
 def require_strategy_of_run(strategy: str, context: Context) -> None:
-    """Raise ValueError for a strategy outside the repository that is not the run's: no message alone has a module imported."""
-    of_run = context.run_config.get("strategy")
-    if strategy not in METHODS and strategy != of_run:
-        raise ValueError(f"the task is of strategy {strategy!r}, but the run's is {of_run!r}")
+    """Raise ValueError for a strategy outside the repository that this client does not train.
+
+    It must be the run's, and the client one that this process emulates: no message and no run has a board import a module.
+    """
+    of_run = str(context.run_config.get("strategy", ""))
+    if ":" in strategy and (strategy != of_run or "state-dir" in context.node_config):
+        raise ValueError(
+            f"the task is of strategy {strategy!r}, which is neither of this project nor of a run emulated here"
+        )
 
 
 def answer(message: Message, context: Context, work: Callable[[Client, Task], Answer]) -> Message:

@@ -4,7 +4,7 @@ Messages come from others: a name in one only ever leads to a kind that this pro
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
@@ -22,13 +22,20 @@ class Kinds(Generic[Base]):
         self._by_field: dict[str, type[Base]] = {}
 
     def register(self, kind: type[Kind]) -> type[Kind]:
-        """Make a kind known, a frozen dataclass. Raises ValueError if another one has a field of the same name."""
+        """Make a kind known, a frozen dataclass.
+
+        Raises ValueError if another one has a field of the same name, or if every field has a default.
+        """
         own: Any = kind
+        if all(field.default is not MISSING or field.default_factory is not MISSING for field in fields(own)):
+            raise ValueError(
+                f"{own.__qualname__}: values with their defaults are not sent, so give at least one field no default"
+            )
         for name in (field.name for field in fields(own)):
             other = self._by_field.get(name, own)
             if name in self.names or (other.__module__, other.__qualname__) != (own.__module__, own.__qualname__):
                 raise ValueError(
-                    f"{own.__qualname__}.{name}: {self.holder} has a {name} already, so choose another name"
+                    f"{own.__qualname__}.{name}: {self.holder} has this name already, so choose another one"
                 )
             self._by_field[name] = own
         return kind

@@ -158,7 +158,7 @@ class ServedModel:
             experiment_id=experiment.experiment_id,
             round=server_round,
             state_round=server_round,
-            strategy=server.method.name,
+            strategy=server.settings.strategy,
             budget=state.budget_bytes,
             reference=server.resources.reference_bytes,
             lr=learning_rate(server.settings, server_round),

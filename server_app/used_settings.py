@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from piecework.training.capabilities import Case
 from piecework.training.settings import Scalar, Settings, SettingsError
 from piecework.training.settings.cases import cases, default, holds
+from piecework.training.settings.run import fields
 
 
 def find_settable(settings: Settings) -> list[str]:
@@ -52,7 +53,7 @@ def drop_unused(given: Mapping[str, Scalar], preset: Mapping[str, Scalar]) -> tu
     If `given` replaces the preset's strategy, as with `--set strategy=NAME`, the settings of the preset's own strategy are
     unused. Raises SettingsError.
     """
-    values = dict(preset) | dict(given)
+    values, foreign = keep_known(dict(preset) | dict(given), str(preset.get("strategy", "")))
     known = cases(str(values.get("strategy", "")))
     changed = {key for key, value in given.items() if value != preset.get(key, default(key))}
     dropped = [
@@ -60,7 +61,17 @@ def drop_unused(given: Mapping[str, Scalar], preset: Mapping[str, Scalar]) -> tu
         for key in find_unused(Settings.from_run_config(values))
         if key in preset and key not in given and changed & {name for case in known[key] for name in case}
     ]
-    return {key: value for key, value in values.items() if key not in dropped}, dropped
+    return {key: value for key, value in values.items() if key not in dropped}, [*foreign, *dropped]
+
+
+def keep_known(values: Mapping[str, Scalar], strategy: str) -> tuple[dict[str, Scalar], list[str]]:
+    """Return values without those that only this strategy of one's own knows, and the keys of these.
+
+    Raises SettingsError if there is no such strategy.
+    """
+    known, own = fields(str(values.get("strategy", ""))), fields(strategy)
+    foreign = [key for key in values if key in own and key not in known]
+    return {key: value for key, value in values.items() if key not in foreign}, foreign
 
 
 def describe_case(case: Case) -> str:

@@ -67,7 +67,7 @@ class Panel:
 
 def panels_of(strategy: str, rounds: Sequence[Record], settings: Record) -> list[Panel]:
     """Return the panels of a run by the method of this name; none if it has no module of panels, or is not registered here."""
-    if strategy not in METHODS and ":" not in strategy:
+    if strategy not in METHODS:
         return []
     module, beside = find_entry(strategy).server.partition(":")[0], "_panels"
     module = f"{module}{beside}" if not module.endswith(".server") else f"{module.removesuffix('server')}panels"

@@ -248,22 +248,23 @@ def find_entry(strategy: str) -> Entry:
 @cache
 def _entry_of_ones_own(strategy: str) -> Entry:
     """Return the entry of a class: what it does not say is that of the method that it derives from."""
-    found, module = load(strategy), strategy.partition(":")[0]
+    found = load(strategy)
     can = getattr(found, "can", None)
     if not isinstance(can, Capabilities):
         raise ValueError(f"strategy = {strategy!r}: {found!r:.100} is no class that derives from Method")
-    names = [vars(each).get("name") for each in found.__mro__[1:]]
-    base = next((METHODS[name] for name in names if name in METHODS), Entry("", WHOLE, can))
-    client = module if hasattr(sys.modules[module], "train") else base.client
-    tables = (strategy,) if found.settings_class is not None else ()
-    return Entry(strategy, client, can, (*base.tables, *tables))
+    own = [base for base in found.__mro__ if not base.__module__.startswith("piecework.")]
+    base = METHODS.get(lineage(strategy)[-1], Entry("", WHOLE, can))
+    clients = [each.__module__ for each in own if hasattr(sys.modules[each.__module__], "train")]
+    tables = [f"{each.__module__}:{each.__qualname__}" for each in own if vars(each).get("settings_class") is not None]
+    return Entry(strategy, next(iter(clients), base.client), can, (*base.tables, *tables))
 
 
 def lineage(strategy: str) -> list[str]:
-    """Return the method and, for one of a user's own, the names of those that it derives from, whose settings it may read."""
+    """Return the method, and for one of a user's own that of this project from which it derives, whose settings it reads."""
     if strategy in METHODS or ":" not in strategy:
         return [strategy]
-    return [strategy, *(found for base in load(strategy).__mro__ if (found := vars(base).get("name")))]
+    names = [vars(base).get("name") for base in load(strategy).__mro__ if base.__module__.startswith("piecework.")]
+    return [strategy, *[name for name in names if name in METHODS][:1]]
 
 
 @cache
@@ -278,6 +279,8 @@ def load(path: str) -> Any:
     Raises ValueError if there is no such module, or nothing of this name in it.
     """
     module, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"{path!r}: expected MODULE:NAME, with a module as in my_package.my_module, not a file")
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
@@ -287,6 +290,8 @@ def load(path: str) -> Any:
             ) from error
         sys.path.append(str(Path.cwd()))
         return load(path)
+    except Exception as error:
+        raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(found, name):
-        raise ValueError(f"{path!r}: there is no {name!r} in {found.__file__}")
+        raise ValueError(f"{path!r}: there is no {name!r} in {getattr(found, '__file__', module)}")
     return getattr(found, name)

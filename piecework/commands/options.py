@@ -10,7 +10,7 @@ from piecework.device_profiles.documents import abbreviate, read_toml
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
 from piecework.engines.processes import Connection
-from piecework.server_app.used_settings import drop_unused, find_unused, require_used
+from piecework.server_app.used_settings import drop_unused, find_unused, keep_known, require_used
 from piecework.training.methods import find_entry
 from piecework.training.settings import Scalar, Settings, SettingsError
 from piecework.training.settings.run import fields
@@ -56,7 +56,7 @@ def settings_from(
 
     options: Scalars = {"engine": engine, "clients": nodes, "output-dir": output_dir}
     asked_for = merge_assignments(assignments, {key: value for key, value in options.items() if value} | (named or {}))
-    require_strategy(asked_for, there)
+    find_entry(str(asked_for.get("strategy", fields()["strategy"].default)))
     if there and asked_for.get("engine", "deployment") != "deployment":
         raise SettingsError(f"engine = {asked_for['engine']} with --superlink: a SuperLink's nodes are real processes")
     values, dropped = drop_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
@@ -78,6 +78,7 @@ def settings_from(
     if os.environ.get("PIECEWORK_DATA"):
         values.setdefault("data-dir", os.environ["PIECEWORK_DATA"])
     settings = Settings.from_run_config(values)
+    require_engine(settings, there)
     # The settings that a run started with do not prevent its resumption.
     require_used(settings, None if resumed in ("", "auto") else given)
     resolved = readable_anywhere(settings) | {"workers": default_workers(settings.workers)}
@@ -85,13 +86,11 @@ def settings_from(
     return settings.with_values({key: value for key, value in resolved.items() if key not in of_run})
 
 
-def require_strategy(asked_for: Scalars, there: bool) -> None:
-    """Raise ValueError for an unknown strategy, and SettingsError for one of one's own that the engine cannot run."""
-    strategy = str(asked_for.get("strategy", fields()["strategy"].default))
-    find_entry(strategy)
-    if ":" in strategy and (there or asked_for.get("engine", "local") != "local"):
+def require_engine(settings: Settings, there: bool) -> None:
+    """Raise SettingsError for a strategy of one's own that the engine cannot run; `there`: on an external SuperLink."""
+    if ":" in settings.strategy and (there or settings.engine != "local"):
         raise SettingsError(
-            f"strategy = {strategy!r} is a file of your own, and Flower's processes do not have it: use engine = local"
+            f"strategy = {settings.strategy!r} is a file of your own, and Flower's processes do not have it: use engine = local"
         )
 
 
@@ -103,7 +102,8 @@ def default_clients(values: Scalars, there: bool) -> int:
 
 def merge_assignments(assignments: list[str], options: Scalars) -> Scalars:
     """Return the settings of --set and of other options. Raises SettingsError if an option and --set differ in one."""
-    assigned = dict(map(parse_assignment, assignments))
+    own = next((text.partition("=")[2] for text in assignments if text.startswith("strategy=")), "")
+    assigned = dict(parse_assignment(text, own) for text in assignments)
     for key, value in options.items():
         if assigned.get(key, value) != value:
             option = OPTIONS[key]
@@ -118,6 +118,8 @@ def run_command(preset: str, assignments: list[str], options: Scalars, nodes: in
     """
     words = ["piecework", "run", *(["--preset", preset] if preset else [])]
     asked = dict(map(parse_assignment, assignments)) | options
+    assigned = dict(map(parse_assignment, assignments))
+    asked, _ = keep_known(asked, str(assigned.get("strategy", "")))
     known = {key: value for key, value in asked.items() if key != "dataset"}  # which may be a placeholder
     without_effect = find_unused(Settings.from_run_config((read_preset(preset) if preset else {}) | known))
     for key, value in asked.items():
@@ -190,12 +192,12 @@ def read_tables(path: Path) -> Scalars:
         raise SettingsError(f"preset {path}: {error}") from None
 
 
-def parse_assignment(text: str) -> tuple[str, Scalar]:
-    """Parse `key=value`, with the value as TOML reads it, or plain text. Raises SettingsError."""
+def parse_assignment(text: str, strategy: str = "") -> tuple[str, Scalar]:
+    """Parse `key=value`, with the value as TOML reads it, or plain text; `strategy` may be one's own. Raises SettingsError."""
     key, equals, raw = text.partition("=")
     if not equals:
         raise SettingsError(f"--set {abbreviate(text)}: expected KEY=VALUE")
-    field = fields().get(key.strip())
+    field = fields(strategy).get(key.strip())
     try:
         value = read_toml(f"value = {raw}")["value"]
     except ValueError:

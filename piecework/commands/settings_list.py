@@ -7,7 +7,7 @@ from rich.text import Text
 
 from piecework.device_profiles.names import did_you_mean
 from piecework.server_app.used_settings import describe_case
-from piecework.training.methods import METHODS
+from piecework.training.methods import METHODS, lineage
 from piecework.training.settings import SettingsError
 from piecework.training.settings.cases import cases
 from piecework.training.settings.run import fields, tables
@@ -38,7 +38,7 @@ def setting_rows(word: str = "") -> list[dict[str, Any]]:
         }
         strategies = {name for case in belongs for name in case.get("strategy", ())}
         if word in tables() or word in METHODS or own:
-            wanted = word == (table or "run") or word in strategies
+            wanted = word == (table or "run") or bool({*lineage(word)} & strategies)
         else:
             wanted = word.lower() in f"{key} {row['meaning']}".lower()
         if wanted:

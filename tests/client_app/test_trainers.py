@@ -334,8 +334,11 @@ def test_a_message_alone_has_no_module_imported() -> None:
     context = Context(1, 1, {}, RecordDict(), {"strategy": "my_fedprox:FedProx"})
     require_strategy_of_run("my_fedprox:FedProx", context)
     require_strategy_of_run("fedavg", context)
-    with pytest.raises(ValueError, match="the task is of strategy 'this:s', but the run's is 'my_fedprox:FedProx'"):
+    with pytest.raises(ValueError, match="the task is of strategy 'this:s', which is neither"):
         require_strategy_of_run("this:s", context)
+    board = Context(1, 1, {"state-dir": "x"}, RecordDict(), {"strategy": "my_fedprox:FedProx"})
+    with pytest.raises(ValueError, match="the task is of strategy 'my_fedprox:FedProx', which is neither"):
+        require_strategy_of_run("my_fedprox:FedProx", board)
 
 
 def test_training_learns(tmp_path: Path) -> None:

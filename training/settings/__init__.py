@@ -4,10 +4,10 @@ The table of a method lies in its folder (`settings.py`); training/methods.py sa
 """
 
 from piecework.training.capabilities import Scalar
-from piecework.training.settings.errors import SettingsError
+from piecework.training.settings.errors import SettingsError, too_many_asked
 from piecework.training.settings.rates import learning_rate
 from piecework.training.settings.resume import EXTENDABLE, check_resume
-from piecework.training.settings.run import CHANGEABLE, Settings, too_many_asked
+from piecework.training.settings.run import CHANGEABLE, Settings
 
 __all__ = [
     "CHANGEABLE",

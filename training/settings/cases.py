@@ -9,6 +9,10 @@ from piecework.training.methods import METHODS, Entry, find_entry, lineage, tabl
 from piecework.training.settings.run import Settings, fields, tables
 
 
+class Exactly(tuple[Scalar, ...]):
+    """Names of methods that a capability or a table has selected, so that what derives from one of them is not meant."""
+
+
 @cache
 def cases(strategy: str = "") -> dict[str, tuple[Case, ...]]:
     """Return the cases in which each setting is used, also by a strategy of one's own; those of every run are missing."""
@@ -26,20 +30,21 @@ def cases(strategy: str = "") -> dict[str, tuple[Case, ...]]:
 def _of_methods(case: Case, readers: Iterable[str], entries: Mapping[str, Entry]) -> Iterator[Case]:
     """Yield a case with the names of methods: of those that read the table, or have the capability that it names."""
     if "can" not in case:
-        yield case or {"strategy": tuple(readers)}
+        yield case or {"strategy": Exactly(readers)}
         return
     able: dict[tuple[tuple[str, tuple[Scalar, ...]], ...], list[str]] = {}
     for name, entry in entries.items():
         if condition := getattr(entry.can, str(case["can"][0])):
             able.setdefault(() if condition is True else tuple(condition.items()), []).append(name)
     for when, names in able.items():
-        yield {"strategy": tuple(names)} | {key: values for key, values in case.items() if key != "can"} | dict(when)
+        yield {"strategy": Exactly(names)} | {key: values for key, values in case.items() if key != "can"} | dict(when)
 
 
 def holds(case: Case, values: Mapping[str, Scalar]) -> bool:
     """Return whether each key of a case has one of its values; a strategy of one's own is also what it derives from."""
     return all(
-        any(value in allowed for value in (lineage(str(values[key])) if key == "strategy" else [values[key]]))
+        values[key] in allowed
+        or (key == "strategy" and not isinstance(allowed, Exactly) and bool({*lineage(str(values[key]))} & {*allowed}))
         for key, allowed in case.items()
     )
 

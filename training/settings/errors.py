@@ -1,11 +1,15 @@
 """What is said of settings that are wrong: unknown keys and values that are not allowed."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from piecework.device_profiles.documents import abbreviate
 from piecework.training.capabilities import Scalar
+
+if TYPE_CHECKING:
+    from piecework.training.settings.run import Settings
 
 # Settings of earlier versions, with the only value that they could have now.
 REMOVED: dict[str, Scalar] = {"profl.growing-start": "shrinking"}
@@ -34,6 +38,15 @@ def describe_unknown_key(key: str, fields: Iterable[str]) -> str:
     return f"unknown setting {key!r}: `piecework settings` lists all {len(known)}"
 
 
+def require_table_name(name: str, taken: Collection[str], strategy: str) -> None:
+    """Raise ValueError for the name of a table of settings that another one has, or that is none."""
+    if name in taken or not re.fullmatch("[a-z][a-z0-9]*", name):
+        raise ValueError(
+            f"strategy = {strategy!r}: its table of settings is named {name!r}; a name has lower-case letters and digits, and "
+            f"none of these is free: {', '.join(sorted(taken))}"
+        )
+
+
 def describe_error(error: Mapping[str, Any]) -> str:
     """Return an error of pydantic's in words: the key, the value and what is allowed."""
     if not error["loc"]:
@@ -41,3 +54,19 @@ def describe_error(error: Mapping[str, Any]) -> str:
     key = ".".join(map(str, error["loc"]))
     message = str(error["msg"]).removeprefix("Input ")
     return f"setting {key} = {abbreviate(error['input'])}: {message}"
+
+
+def too_many_asked(settings: "Settings", clients: int) -> str:
+    """Return an error text if a round asks more clients than exist, else an empty text; the default may ask more."""
+    asked, more = settings.clients_per_round, settings.faults.over_sample
+    if asked + more <= clients or (not more and asked == type(settings).model_fields["clients_per_round"].default):
+        return ""
+    if more:
+        return (
+            f"clients-per-round = {asked} and faults.over-sample = {more} are more than the {clients} clients there are "
+            "(clients, --nodes): lower one of them"
+        )
+    return (
+        f"clients-per-round = {asked} is more than the {clients} clients there are (clients, --nodes): set it to at most "
+        f"{clients}, or to 0 to ask all of them"
+    )

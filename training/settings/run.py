@@ -17,7 +17,15 @@ from pydantic.fields import FieldInfo
 from piecework.device_profiles.documents import abbreviate
 from piecework.training.capabilities import Scalar
 from piecework.training.methods import METHODS, find_entry, table_class
-from piecework.training.settings.errors import KINDS, REMOVED, SettingsError, describe_error, describe_unknown_key
+from piecework.training.settings.errors import (
+    KINDS,
+    REMOVED,
+    SettingsError,
+    describe_error,
+    describe_unknown_key,
+    require_table_name,
+    too_many_asked,
+)
 from piecework.training.settings.shared import (
     ArchitectureSettings,
     AttackSettings,
@@ -281,7 +289,11 @@ def method_tables(strategy: str = "") -> dict[str, type[Table]]:
     named = [name for entry in METHODS.values() for name in entry.tables]
     try:
         own = find_entry(strategy).tables if ":" in strategy else ()
-        found = {table.name: table for table in map(table_class, [*sorted(set(named)), *own])}
+        found = {table.name: table for table in map(table_class, sorted(set(named)))}
+        for table in map(table_class, own):
+            if found.get(table.name) is not table:
+                require_table_name(table.name, {"run", *Settings.model_fields, *found}, strategy)
+            found[table.name] = table
     except ValueError as error:
         raise SettingsError(str(error)) from error
     return found
@@ -330,19 +342,3 @@ def _validate(cls: type[Settings], items: tuple[tuple[str, type, Scalar], ...]) 
     if errors:
         raise SettingsError("\n".join(map(describe_error, errors)))
     return settings._with(own)
-
-
-def too_many_asked(settings: Settings, clients: int) -> str:
-    """Return an error text if a round asks more clients than exist, else an empty text; the default may ask more."""
-    asked, more = settings.clients_per_round, settings.faults.over_sample
-    if asked + more <= clients or (not more and asked == Settings.model_fields["clients_per_round"].default):
-        return ""
-    if more:
-        return (
-            f"clients-per-round = {asked} and faults.over-sample = {more} are more than the {clients} clients there are "
-            "(clients, --nodes): lower one of them"
-        )
-    return (
-        f"clients-per-round = {asked} is more than the {clients} clients there are (clients, --nodes): set it to at most "
-        f"{clients}, or to 0 to ask all of them"
-    )
