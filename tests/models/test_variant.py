@@ -125,7 +125,7 @@ def test_a_change_of_ones_own() -> None:
         Variant.from_values({"without": "x"})
     for name in ("width", "keep"):
         taken = make_dataclass("Taken", [(name, float)], bases=(Change,), frozen=True)
-        with pytest.raises(ValueError, match=f"Taken.{name}: a variant has a {name} already"):
+        with pytest.raises(ValueError, match=f"Taken.{name}: a variant has this name already"):
             register_change(taken)
 
 
