@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from piecework.client_app import frozen, local_norms
-from piecework.client_app.client import STAGES, Client
+from piecework.client_app.client import FIXED_FILL, Client
 from piecework.client_app.disk import what_to_free
 from piecework.client_app.prepare import (
     memory_for_training,
@@ -129,7 +129,7 @@ def statistics(message: Message, context: Context) -> Message:
         units = measure_served(task, client)
         arrays = pack(client.store, units, is_statistic)
         counted: Metrics = {
-            "num-examples": len(client.local_data(STAGES)),
+            "num-examples": len(client.local_data(FIXED_FILL)),
             "predicted-peak": task.needed_bytes(served_item(task)) or 0,
         }
         return Outcome("ok"), counted, arrays

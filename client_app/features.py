@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from piecework.client_app.client import STAGES, Client, feature_kind
+from piecework.client_app.client import FIXED_FILL, Client, feature_kind
 from piecework.client_app.frozen import file_hash
 from piecework.client_app.seal import is_sealed, seal_file
 from piecework.client_app.store import FeatureWriter
@@ -38,16 +38,18 @@ def prefix_features(
     use the statistics of mixed batches and do not keep them.
     """
     if not modules:
-        return client.local_data(STAGES)
+        return client.local_data(FIXED_FILL)
     paths = _paths(client, modules)
     stored = client.settings.memory.feature_cache
     found = len(modules) - 1 if stored else -1
     features = None
     while found >= 0 and (features := _open(client, paths[found], modules[found])) is None:
         found -= 1
-    labels = client.local_data(STAGES).labels
+    labels = client.local_data(FIXED_FILL).labels
     for n in range(found + 1, len(modules)):
-        source = client.local_data(STAGES) if features is None else feature_examples(features, labels).on(client.device)
+        source = (
+            client.local_data(FIXED_FILL) if features is None else feature_examples(features, labels).on(client.device)
+        )
         features = _stream(
             client, modules[n], source, paths[n], sizes[n] if sizes else 0, training=training, stored=stored
         )
@@ -90,7 +92,7 @@ def _open(client: Client, path: Path, module: Piece) -> np.ndarray | None:
             f"the stored features behind atom {module[-1]} are damaged and are computed again: {error}"
         )
         return None
-    expected = (len(client.local_data(STAGES)), *_shape_behind(client, module))
+    expected = (len(client.local_data(FIXED_FILL)), *_shape_behind(client, module))
     return features if features.shape == expected and features.dtype == feature_kind(client.settings) else None
 
 
@@ -100,7 +102,7 @@ def measure_statistics(client: Client, atoms: Piece, head: str | None = None) ->
     One atom is in memory at a time, and its features exist only until the next one has read them. A `head` is measured with
     the last atom.
     """
-    examples = client.local_data(STAGES)
+    examples = client.local_data(FIXED_FILL)
     for atom in atoms:
         path = client.store.feature_path(f"statistics-{atom}")
         behind = head if atom == atoms[-1] else None

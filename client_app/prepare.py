@@ -10,7 +10,7 @@ import torch
 from flwr.app import ArrayRecord, Context, RecordDict
 
 from piecework.client_app import frozen, local_norms
-from piecework.client_app.client import STAGES, Client
+from piecework.client_app.client import FIXED_FILL, Client
 from piecework.client_app.store import Store
 from piecework.client_app.trainers import find_places
 from piecework.device_profiles.fleet import device_state, load_fleet
@@ -111,7 +111,7 @@ def training_data(
     fill: int,
 ) -> Examples:
     """Return a client's training examples, augmented differently for each `fill` if the settings ask for augmentation."""
-    when, purpose = (server_round, fill) if fill != STAGES else (0, "stages")
+    when, purpose = (server_round, fill) if fill != FIXED_FILL else (0, "stages")
     rng = generator(settings.seed, when, number, "augment", purpose)
     drawn = Augmentation.draw(len(rows), rng) if settings.data.augment else None
     return training_examples(data, rows, drawn).on(device)

@@ -20,9 +20,9 @@ Who = TypeVar("Who")
 Norms = dict[str, float]  # unit, or its statistics -> root mean square of the update, or the limit of it
 # Suffix of a unit's name: running means and variances of its batch norms, which scale as squared features.
 STATISTICS = ":statistics"
-ALONE = "head:alone"  # the head of an update that contains nothing else
+HEAD_ALONE = "head:alone"  # the head of an update that contains nothing else
 MAX_BATCHES = 2**31  # maximum number of batches of a client in a round
-HELD = 3  # updates that are held back until the norms of a unit without a history can be compared
+LEAST_NORMS = 3  # updates that are held back until the norms of a unit without a history can be compared
 
 
 class UpdateRejectedError(AnswerError):
@@ -124,7 +124,7 @@ def check_update(
             _require_counts(name, array, previous[name].numpy())
         checked[name] = array
     if set(squares) == {"head"}:  # a head trained alone moves differently from one behind layers that learn too
-        squares, counts = {ALONE: squares["head"]}, {ALONE: counts["head"]}
+        squares, counts = {HEAD_ALONE: squares["head"]}, {HEAD_ALONE: counts["head"]}
     norms = {unit: math.sqrt(square / max(1, counts[unit])) for unit, square in squares.items()}
     require_within(norms, limits or {})
     weights = [unit for unit in norms if not unit.endswith(STATISTICS)]
@@ -202,9 +202,9 @@ def factor_of(unit: str, factor: float) -> float:
 def add_norm_limits(
     updates: Iterable[tuple[Who, CheckedUpdate]], factor: float, known: Container[str], enough: int = 0
 ) -> Iterator[tuple[Who, CheckedUpdate, Norms]]:
-    """Yield each update with limits for units without a history: factor x the median norm of the first HELD updates of a unit.
+    """Yield each update with limits for units without a history: factor x the median norm of the first LEAST_NORMS updates of a unit.
 
-    `known` are the units with a history. An update is held back until HELD updates of each unknown unit that it moves have
+    `known` are the units with a history. An update is held back until LEAST_NORMS updates of each unknown unit that it moves have
     arrived, or until no more updates come, or there are `enough` (0 = all). With factor 0, updates pass at once and without
     limits.
     """
@@ -215,15 +215,17 @@ def add_norm_limits(
             yield who, update, limits
             continue
         note_norms(seen, {unit: norm for unit, norm in update.norms.items() if unit not in known})
-        least = 1 if 0 < enough <= count else HELD
-        limits = {unit: factor_of(unit, factor) * median_low(n[:HELD]) for unit, n in seen.items() if len(n) >= least}
+        least = 1 if 0 < enough <= count else LEAST_NORMS
+        limits = {
+            unit: factor_of(unit, factor) * median_low(n[:LEAST_NORMS]) for unit, n in seen.items() if len(n) >= least
+        }
         waiting, held = [*held, (who, update)], []
         for pair in waiting:
             if all(unit in known or unit in limits or not norm for unit, norm in pair[1].norms.items()):
                 yield *pair, limits
             else:
                 held.append(pair)
-    limits = {unit: factor_of(unit, factor) * median_low(norms[:HELD]) for unit, norms in seen.items()}
+    limits = {unit: factor_of(unit, factor) * median_low(norms[:LEAST_NORMS]) for unit, norms in seen.items()}
     yield from ((*pair, limits) for pair in held)
 
 

@@ -76,7 +76,7 @@ def train(task: Task, client: Client) -> Update:
     def begin() -> list[PieceModel]:
         model = load(client, source)
         if task_config.shared:
-            take_over(model, client)
+            apply_thresholds(model, client)
         model.after_step()
         return [model]
 
@@ -161,7 +161,7 @@ def load(client: Client, folder: Path) -> SparseModel:
 
 
 @torch.no_grad()
-def take_over(model: SparseModel, client: Client) -> None:
+def apply_thresholds(model: SparseModel, client: Client) -> None:
     """Move the weights by the change of the server's thresholds (Eq. 13), and set the thresholds to the server's."""
     sent = dict(client.store.read([THRESHOLDS]))
     if (client.store.model / f"{CHANGE}.safetensors").is_file():

@@ -4,7 +4,7 @@ Minsu Kim, Walid Saad, Merouane Debbah, Choong Seon Hong, "SpaFL: Communication-
 and Low Computational Overhead", NeurIPS 2024, https://arxiv.org/abs/2406.00431
 
     Algorithm 1, line 5, send tau(t + 1)            spafl/server.py: SpaFL.with_change
-    line 6, move the weights (Eq. 13)               strategies/sparse/spafl/client.py: take_over
+    line 6, move the weights (Eq. 13)               strategies/sparse/spafl/client.py: apply_thresholds
     lines 8 to 10, train (Eqs. 3 to 6, 9, 11, 12)   strategies/sparse/spafl/client.py: train; models/masked.py: Masked
     line 11, transmit thresholds                    strategies/sparse/spafl/client.py: train
     line 12, the new thresholds (Eq. 7)             spafl/server.py: SpaFL.combine

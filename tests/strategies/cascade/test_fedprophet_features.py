@@ -11,7 +11,7 @@ import torch
 from fedprophet_helpers import seasoned
 from helpers import a_client, tiny_settings
 
-from piecework.client_app.client import STAGES, Client
+from piecework.client_app.client import FIXED_FILL, Client
 from piecework.client_app.features import make_room, prefix_features
 from piecework.client_app.seal import seal_file
 from piecework.client_app.store import Store
@@ -32,14 +32,14 @@ def by_hand(client: Client, atoms: Piece) -> torch.Tensor:
     """What atoms make of each example of the share alone."""
     piece = PieceModel(client.blueprint, atoms, None, client.load())
     piece.train(False)
-    share = client.local_data(STAGES)
+    share = client.local_data(FIXED_FILL)
     with torch.no_grad():
         return torch.cat([piece.features(share.read(np.array([n]))) for n in range(len(share))])
 
 
 def test_features_are_what_frozen_atoms_make_of_each_example(tmp_path: Path) -> None:
     client = seasoned(tmp_path)
-    share = client.local_data(STAGES)
+    share = client.local_data(FIXED_FILL)
     assert prefix_features(client, []).read(np.arange(5)).equal(share.read(np.arange(5)))
     for count, atoms in ((1, (0, 1)), (2, (0, 1, 2, 3)), (3, (0, 1, 2, 3, 4))):
         features = prefix_features(client, MODULES[:count])
