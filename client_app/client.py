@@ -31,7 +31,7 @@ class Client:
     """One client in one round. `budget` is its memory in bytes, and `allowed` adds the excess that the settings tolerate.
 
     `blueprint` is the network of the task, a variant of the run's own model `full`. `local_data(fill)` returns the training
-    examples, augmented again for each fill; the fill FIXED_FILL gives the same examples in all rounds. `old_state` is the folder
+    examples, augmented again for each fill; FIXED_FILL gives the same examples in all rounds. `old_state` is the folder
     with the client's state of an earlier round, if there is one. `folder` holds the model that is trained, if that is not the
     task's: another one of the client's own. `available` is the memory (bytes) that a device found free, if it measures itself.
     """

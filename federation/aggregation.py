@@ -202,10 +202,10 @@ def factor_of(unit: str, factor: float) -> float:
 def add_norm_limits(
     updates: Iterable[tuple[Who, CheckedUpdate]], factor: float, known: Container[str], enough: int = 0
 ) -> Iterator[tuple[Who, CheckedUpdate, Norms]]:
-    """Yield each update with limits for units without a history: factor x the median norm of the first LEAST_NORMS updates of a unit.
+    """Yield each update with limits for units without a history: factor x the median of the unit's first LEAST_NORMS norms.
 
-    `known` are the units with a history. An update is held back until LEAST_NORMS updates of each unknown unit that it moves have
-    arrived, or until no more updates come, or there are `enough` (0 = all). With factor 0, updates pass at once and without
+    `known` are the units with a history. An update is held back until LEAST_NORMS updates of each unknown unit that it
+    moves have arrived, or until no more updates come, or there are `enough` (0 = all). With factor 0, updates pass at once and without
     limits.
     """
     seen, limits = dict[str, list[float]](), Norms()
