@@ -205,8 +205,8 @@ def add_norm_limits(
     """Yield each update with limits for units without a history: factor x the median of the unit's first LEAST_NORMS norms.
 
     `known` are the units with a history. An update is held back until LEAST_NORMS updates of each unknown unit that it
-    moves have arrived, or until no more updates come, or there are `enough` (0 = all). With factor 0, updates pass at once and without
-    limits.
+    moves have arrived, or until no more updates come, or there are `enough` (0 = all). With factor 0, updates pass at once and
+    without limits.
     """
     seen, limits = dict[str, list[float]](), Norms()
     held: list[tuple[Who, CheckedUpdate]] = []
