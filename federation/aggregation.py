@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
-from piecework.models.cascade import unit_of
+from piecework.models.cascade import Shape, unit_of
+from piecework.models.width import Indices
 from piecework.training.answers import AnswerError
 
 Spec = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # name -> shape and dtype
@@ -30,41 +31,63 @@ class UpdateRejectedError(AnswerError):
 
 
 class WeightedMean:
-    """The weighted mean sum_k w_k x_k / sum_k w_k of each array, over the clients k that sent it, accumulated in float64.
+    """The weighted mean sum_k w_k x_k / sum_k w_k of each entry, over the clients k that sent it, accumulated in float64.
 
-    Integer buffers (`num_batches_tracked`) take the maximum instead.
+    Clients may send whole arrays, or the entries of an array at some indices. Integer buffers (`num_batches_tracked`) take the
+    maximum instead.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, np.ndarray] = {}
-        self._weights: dict[str, float] = {}
+        self._weights: dict[str, Any] = {}  # a number, or one for each entry
 
-    def add(self, arrays: Mapping[str, np.ndarray], weight: float) -> None:
-        """Add one client's arrays with a weight > 0."""
+    def add(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        weight: float,
+        indices: Mapping[str, Indices] | None = None,
+        full: Mapping[str, Shape] | None = None,
+    ) -> None:
+        """Add one client's arrays with a weight > 0.
+
+        With `indices`, an array holds the entries at these indices of an array of the shape in `full`.
+        """
         for name, array in arrays.items():
             if not np.issubdtype(array.dtype, np.floating):
                 self._sums[name] = np.maximum(self._sums.get(name, array), array)
-            elif name in self._sums:
-                self._sums[name] += array.astype(np.float64) * weight
+            elif indices is not None and full is not None:
+                if name not in self._sums:
+                    self._sums[name], self._weights[name] = np.zeros(full[name]), np.zeros(full[name])
+                place = np.ix_(*indices[name])
+                self._sums[name][place] += weight * array.astype(np.float64)
+                self._weights[name][place] += weight
             else:
-                self._sums[name] = array.astype(np.float64) * weight
-            self._weights[name] = self._weights.get(name, 0.0) + weight
+                added = array.astype(np.float64) * weight
+                self._sums[name] = np.add(self._sums[name], added) if name in self._sums else added
+                self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def __contains__(self, name: str) -> bool:
         return name in self._sums
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Return the mean of an array in float64, or the maximum of an integer buffer in its own type."""
+        """Return the mean of an array that clients sent whole, in float64, or the maximum of an integer buffer in its type."""
         total = self._sums[name]
         return total / self._weights[name] if np.issubdtype(total.dtype, np.floating) else total
 
     def weight(self, name: str) -> float:
-        """Return the sum of an array's weights."""
-        return self._weights[name]
+        """Return the sum of the weights of an array that clients sent whole."""
+        return float(self._weights[name])
 
     def over(self, name: str, previous: np.ndarray) -> np.ndarray:
-        """Return the mean of an array in the dtype of its previous value."""
-        return np.asarray(self[name], dtype=previous.dtype)
+        """Return the mean of an array in the dtype of its previous value. Entries that no client sent stay as they were."""
+        if not np.issubdtype(previous.dtype, np.floating):
+            return np.asarray(
+                self._sums[name], dtype=previous.dtype
+            )  # numpy turns arrays without dimensions into scalars
+        weights = np.asarray(self._weights[name])
+        fresh = previous.copy()
+        np.divide(self._sums[name], weights, out=fresh, where=weights > 0, casting="same_kind")
+        return fresh
 
 
 class Mean(Protocol):

@@ -10,7 +10,7 @@ from piecework.federation.registry import ClientRegistry
 from piecework.federation.reports import ClientReport
 from piecework.federation.transport import MESSAGE_LIFETIME
 from piecework.federation.weight_cache import WeightCache, without_units
-from piecework.planning.assignment import Select, everything
+from piecework.planning.assignment import ArrayFilter, everything
 from piecework.training.answers import Answer
 from piecework.training.messages import Task, content_bytes
 from piecework.training.parcels import pack
@@ -38,7 +38,7 @@ class Dispatcher:
         kind: str,
         tasks: Mapping[int, Task],
         arrays: ArrayRecord,
-        sends: Mapping[int, Select],
+        sends: Mapping[int, ArrayFilter],
         reports: Mapping[int, ClientReport] | None = None,
     ) -> Iterator[Message]:
         """Yield one message per client, built when it is sent. Clients whose frozen units did not arrive get none.
@@ -50,7 +50,7 @@ class Dispatcher:
         self.log = {client: ClientReport(client, "", 0) for client in tasks} if reports is None else dict(reports)
         return self._messages(kind, sends)
 
-    def _messages(self, kind: str, sends: Mapping[int, Select]) -> Iterator[Message]:
+    def _messages(self, kind: str, sends: Mapping[int, ArrayFilter]) -> Iterator[Message]:
         for client, task in self.tasks.items():
             if client in self.weight_cache.unreached:
                 continue

@@ -21,7 +21,7 @@ from piecework.planning.cut import Cut, label
 from piecework.planning.part import Part
 from piecework.training.evaluation_step import EvaluationStep
 
-Select = Callable[[ArrayRecord], ArrayRecord]  # arrays of the server's model -> arrays of a message
+ArrayFilter = Callable[[ArrayRecord], ArrayRecord]  # arrays of the server's model -> arrays of a message
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Assignment:
     needed: Mapping[
         WorkItem, int
     ]  # the bytes that each item needs at least; also of less work, for a device with less memory
-    sends: Select = everything
+    sends: ArrayFilter = everything
     variant: Variant | None = None  # the network that the client builds; None = the server's
-    expects: Select | None = None  # what an update is compared with; by default what was sent
+    expects: ArrayFilter | None = None  # what an update is compared with; by default what was sent
     frozen: tuple[str, ...] = ()  # units that the client only reads; they are sent once, ahead of the task
     adversarial: bool | None = (
         None  # whether to train on adversarial examples; None = as the settings say for the round

@@ -124,7 +124,7 @@ class Finding:
     """A message about a coverage. Both fields are empty if all channels of every part are covered."""
 
     level: Literal["", "note", "warning", "error"] = ""
-    says: str = ""
+    message: str = ""
 
 
 def judge_coverage(

@@ -128,7 +128,7 @@ class ServedModel:
     def configure(
         self, server_round: int, arrays: ArrayRecord, model: tuple[Piece, str], grid: Grid, *, last: bool
     ) -> Iterable[Message]:
-        """Yield the messages that ask clients to measure, if they have enough memory for it. `last`: the run ends here."""
+        """Return the messages that ask clients to measure, if they have enough memory for it. `last`: the run ends here."""
         server, (atoms, head) = self.server, model
         self.statistics, self._of = ArrayRecord(), (arrays, atoms, head)
         needed, weights = self.needed_bytes(atoms, head), self.weights(arrays)

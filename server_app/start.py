@@ -30,7 +30,7 @@ def describe_coverage(planner: Planner, trainers: Mapping[int, Trainer]) -> dict
     """Return the coverage by these clients and what it means, as JSON values. Plans and runs use the same form."""
     rows = coverage(planner, trainers)
     finding = judge_coverage(planner, rows, trainers, pretrained_parts(planner.cut))
-    return {"clients": len(trainers), "parts": rows, "level": finding.level, "says": finding.says}
+    return {"clients": len(trainers), "parts": rows, "level": finding.level, "says": finding.message}
 
 
 def pretrained_parts(cut: Cut) -> set[str]:

@@ -1,6 +1,7 @@
 """What several test files need: tiny runs on the in-process grid, clients without a server, fleets in one line."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,13 +116,15 @@ def few_digits() -> Path:
         data = digits()
         train, test = slice(0, 210), slice(0, 100)
         path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"few-digits-{os.getpid()}.npz")  # other workers read the file once it is there
         np.savez(
-            path,
+            unfinished,
             x_train=data.inputs[train],
             y_train=data.labels[train],
             x_test=data.test_inputs[test],
             y_test=data.test_labels[test],
         )
+        unfinished.replace(path)
     return path
 
 

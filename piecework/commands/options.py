@@ -152,7 +152,9 @@ def settings_of_run(folder: str) -> Scalars:
     try:
         return Settings.from_run_config(run_dir.settings()).to_run_config()
     except SettingsError as error:
-        raise SettingsError(f"resume-from = {folder!r} was written by another version of Piecework: {error}") from error
+        raise SettingsError(
+            f"resume-from = {folder!r}: this version of Piecework cannot read its settings: {error}"
+        ) from error
 
 
 def read_preset(preset: str) -> Scalars:

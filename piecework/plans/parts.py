@@ -32,12 +32,12 @@ class Trains(Protocol):
         """The bytes of training."""
 
 
-def trained_fractions(full: Blueprint, tasks: list[list[list[Any]]], *, moving: bool = False) -> dict[str, Any]:
+def trained_fractions(full: Blueprint, tasks: list[list[list[Any]]], *, rotates: bool = False) -> dict[str, Any]:
     """Return the fraction (0 to 1) of the full model's parameters that clients train in a round, over all stages.
 
     The result has the mean by device, the minimum, and the fraction that the fleet trains together. `tasks` are by stage, round
-    and client. With `moving` sub-models, clients reach all of a unit in time. Stand-in parameters, as of ProFL's output
-    modules, do not belong to the model.
+    and client. With sub-models that move (`rotates`), clients reach all of a unit in time. Stand-in parameters, as of ProFL's
+    output modules, do not belong to the model.
     """
     sizes = {unit: layer_statistics(full, unit).parameters for unit in full.units()}
     by_device: dict[str, list[float]] = {}
@@ -52,7 +52,7 @@ def trained_fractions(full: Blueprint, tasks: list[list[list[Any]]], *, moving: 
     return {
         "devices": {name: sum(found) / len(found) for name, found in by_device.items()},
         "minimum": min(min(found) for found in by_device.values()),
-        "together": weigh(dict.fromkeys(together, 1.0) if moving else together, sizes),
+        "together": weigh(dict.fromkeys(together, 1.0) if rotates else together, sizes),
     }
 
 

@@ -84,7 +84,7 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
         "modules": [module_row(cut, stage.name, part) for stage in cut.stages for part in stage.parts],
         "fleet": fleet_row(fleet, settings, cut, tasks),
         "devices": device_rows(cut, tasks, question.examples),
-        "trained": trained_fractions(blueprint, tasks, moving=cut.can.rotates),
+        "trained": trained_fractions(blueprint, tasks, rotates=cut.can.rotates),
         "swapping": simulated_swapping(full, tasks) if cut.swaps else None,
         "evaluation": evaluation_row(cut, allowed_to_train(tasks), question.examples),
         "learning_rates": rates_row(cut),

@@ -9,10 +9,11 @@ import torch
 import torch_pruning
 from torch import nn
 
+from piecework.federation.aggregation import WeightedMean
 from piecework.models.cascade import Blueprint, Cascade
 from piecework.models.channels import Axis, channel_axes
 from piecework.models.layers import narrow_models, scale_channels, stack_layers
-from piecework.models.width import CoverageMean, Select, draw_channels, rolling, sub_indices, take, take_first
+from piecework.models.width import Select, draw_channels, rolling, sub_indices, take, take_first
 from piecework.models.zoo import MODELS, build_blueprint
 
 SMALL = {"vit": (1, 32, 32), "cnn4": (3, 56, 56), "cnn3": (3, 16, 16), "lstm-imdb": (12,)}
@@ -71,12 +72,12 @@ def test_extract_then_scatter_is_the_identity(name: str, select: str) -> None:
     tokens = torch.int64 if small_model.vocabulary else torch.float32
     assert cascade(torch.ones(2, *small_model.input_shape).to(tokens)).shape == (2, 7)
 
-    mean = CoverageMean()
-    mean.add(taken, indices, shapes(full), 3.0)
+    mean = WeightedMean()
+    mean.add(taken, 3.0, indices, shapes(full))
     for key, array in full.items():
         assert np.array_equal(mean.over(key, array), array), key
-    moved = CoverageMean()
-    moved.add({key: array + 1 for key, array in taken.items()}, indices, shapes(full), 2.0)
+    moved = WeightedMean()
+    moved.add({key: array + 1 for key, array in taken.items()}, 2.0, indices, shapes(full))
     for key, array in full.items():
         fresh, covered = moved.over(key, array), np.zeros(array.shape, bool)
         covered[np.ix_(*indices[key])] = True
@@ -159,11 +160,11 @@ def test_torch_pruning_agrees(name: str) -> None:
 def test_coverage_by_hand() -> None:
     """A weight [3, 2] of two clients, n = 1 and n = 3: rows 0, 1 of column 0; rows 1, 2 of both columns."""
     full = {"w": np.arange(6, dtype=np.float32).reshape(3, 2), "n": np.array(4), "alone": np.ones(2, np.float32)}
-    mean = CoverageMean()
+    mean = WeightedMean()
     first = {"w": (np.array([0, 1]), np.array([0])), "n": ()}
     second = {"w": (np.array([1, 2]), np.array([0, 1])), "n": ()}
-    mean.add({"w": np.array([[10], [20]], np.float32), "n": np.array(5)}, first, shapes(full), 1)
-    mean.add({"w": np.array([[40, 50], [60, 70]], np.float32), "n": np.array(9)}, second, shapes(full), 3)
+    mean.add({"w": np.array([[10], [20]], np.float32), "n": np.array(5)}, 1, first, shapes(full))
+    mean.add({"w": np.array([[40, 50], [60, 70]], np.float32), "n": np.array(9)}, 3, second, shapes(full))
     # row 0: 10 alone, and 1 as it was; row 1: (20 + 3 x 40) / 4, and 50 alone; row 2: 60, 70
     assert mean.over("w", full["w"]).tolist() == [[10, 1], [35, 50], [60, 70]]
     assert mean.over("w", full["w"]).dtype == np.float32
@@ -173,9 +174,9 @@ def test_coverage_by_hand() -> None:
 
 def test_disjoint_covers_put_the_model_together() -> None:
     full = {"w": np.zeros((2, 2), np.float32)}
-    mean = CoverageMean()
+    mean = WeightedMean()
     for row in (0, 1):
-        mean.add({"w": np.full((1, 2), row + 1.0)}, {"w": (np.array([row]), np.arange(2))}, shapes(full), 7 + row)
+        mean.add({"w": np.full((1, 2), row + 1.0)}, 7 + row, {"w": (np.array([row]), np.arange(2))}, shapes(full))
     assert mean.over("w", full["w"]).tolist() == [[1, 1], [2, 2]]
 
 

@@ -176,7 +176,7 @@ def test_who_trains_the_first_channels_makes_a_narrow_network(
     found = cut.part(cut.sub_model(1)).channels
     assert found == pytest.approx(channels)
     rows = [{"part": "conv1", "devices": ["small"], "clients": 4, "fraction": 1.0, "channels": found}]
-    says = judge_coverage(cut.method(cut), rows, {0: Trainer(DeviceState("small", 1, 1.0, 1.0, 1.0), 10)}).says
+    says = judge_coverage(cut.method(cut), rows, {0: Trainer(DeviceState("small", 1, 1.0, 1.0, 1.0), 10)}).message
     narrow = "the model that is evaluated and saved has no others"
     if strategy == "prism":
         narrow = "the others are 0 in the model that is evaluated and saved, which is a narrow network"

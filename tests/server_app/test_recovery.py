@@ -269,7 +269,9 @@ def test_a_run_of_another_version_is_named(thirty: RunDir, tmp_path: Path) -> No
     settings.write_text("xyzzy = 1\n" + settings.read_text("utf-8"))
     done = invoke("--set", f"resume-from={run.path}")
     assert done.exit_code == 2
-    assert f"{str(run.path)!r} was written by another version of Piecework: unknown setting 'xyzzy'" in done.stderr
+    assert (
+        f"{str(run.path)!r}: this version of Piecework cannot read its settings: unknown setting 'xyzzy'" in done.stderr
+    )
 
 
 def test_a_run_with_the_clients_of_a_superlink_needs_it(tmp_path: Path) -> None:

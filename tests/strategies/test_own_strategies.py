@@ -18,10 +18,12 @@ from piecework.server_app.used_settings import find_unused
 from piecework.strategies.low_rank.orthdrop import OrthDrop
 from piecework.strategies.whole.fedavg import FedAvg
 from piecework.strategies.width.heterofl.server import HeteroFL
+from piecework.training.capabilities import Refusal
 from piecework.training.loop import single_loss
 from piecework.training.messages import Task
 from piecework.training.methods import METHODS, find_entry, load
 from piecework.training.settings import Settings, SettingsError
+from piecework.training.settings.cases import require_accepted
 from piecework.training.settings.table import NonNegative, Table, setting
 
 
@@ -58,6 +60,13 @@ class Plain(FedAvg):
 
     name = "plain"
     can = replace(FedAvg.can, fit=False, late=False, other_norms=False)
+
+
+class Mistyped(FedAvg):
+    """Refuses a setting that does not exist."""
+
+    name = "mistyped"
+    refuses = (Refusal("fedavg.mu", "there is none"),)
 
 
 class Orthogonal(OrthDrop):
@@ -173,3 +182,9 @@ def test_a_change_that_would_not_be_sent() -> None:
 
 def test_the_projects_methods_are_their_own_lineage() -> None:
     assert all(find_entry(name) is METHODS[name] for name in METHODS)
+
+
+def test_a_refusal_of_a_setting_that_does_not_exist() -> None:
+    settings = settings_from(None, [f"strategy={named(Mistyped)}"])
+    with pytest.raises(ValueError, match=r"refuses the setting 'fedavg\.mu', which does"):
+        require_accepted(settings, Mistyped.refuses, Mistyped.name)

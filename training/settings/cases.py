@@ -65,7 +65,10 @@ def require_accepted(settings: Settings, refuses: Iterable[Refusal], name: str) 
     """Raise ValueError for a setting that the method of this name refuses, before the run changes anything."""
     values = settings.to_run_config()
     for refusal in refuses:
-        key, value = refusal.key, values[refusal.key]
+        key = refusal.key
+        if key not in values:
+            raise ValueError(f"strategy {name!r} refuses the setting {key!r}, which does not exist")
+        value = values[key]
         bad = value in refusal.values if refusal.values else value != default(key, settings.strategy)
         if bad and holds(refusal.when, values):
             shown = str(value).lower() if isinstance(value, bool) else repr(value)

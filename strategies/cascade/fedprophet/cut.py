@@ -32,9 +32,9 @@ class FedProphetCut(Cut):
     """One stage per module."""
 
     def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, *rest: Any, **own: Any) -> None:
-        self.own = settings.of(FedProphetSettings)
-        self.reserves = self.own.r_min
-        super().__init__(blueprint, cost_model.having(feature_norm=self.own.feature_norm), settings, *rest, **own)
+        self.table = settings.of(FedProphetSettings)
+        self.reserves = self.table.r_min
+        super().__init__(blueprint, cost_model.having(feature_norm=self.table.feature_norm), settings, *rest, **own)
 
     def require_model(self) -> None:
         """Raise ValueError for a model that cannot be attacked, or settings that leave no module or no adversarial round."""
@@ -42,8 +42,8 @@ class FedProphetCut(Cut):
             raise ValueError(
                 f"{self.settings.model} reads tokens, which gradients cannot attack: {self.method.name} needs a model of images"
             )
-        if self.own.stage_rounds:
-            self.require_adversarial_rounds(self.own.stage_rounds)
+        if self.table.stage_rounds:
+            self.require_adversarial_rounds(self.table.stage_rounds)
         self.reserve()
 
     def require_adversarial_rounds(self, stage_rounds: int) -> None:
@@ -56,7 +56,7 @@ class FedProphetCut(Cut):
 
     def reserve(self) -> Self:
         """Return the cut for `fedprophet.r-min`, if set. Raises ValueError if it is malformed or too small for an atom."""
-        r_min, cut = self.own.r_min, self
+        r_min, cut = self.table.r_min, self
         if not r_min:
             return self
         try:
@@ -80,7 +80,7 @@ class FedProphetCut(Cut):
     @property
     def variant(self) -> Variant:
         """The run's model with the pooling before its auxiliary heads."""
-        pooling = self.own.aux_pool
+        pooling = self.table.aux_pool
         return Variant(changes=(AuxiliaryPooling(pooling),) if pooling != self.blueprint.auxiliary_pool else ())
 
     def item(self, atoms: Piece) -> WorkItem:
@@ -89,7 +89,7 @@ class FedProphetCut(Cut):
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the modules that a work item trains, with the strongly convex loss (Eq. 9)."""
-        return Part(self.model, item.atoms, item.head, make_loss=module_loss(self.own.convexity))
+        return Part(self.model, item.atoms, item.head, make_loss=module_loss(self.table.convexity))
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the largest atom."""
@@ -104,13 +104,13 @@ class FedProphetCut(Cut):
             self.allowed,
             atom_names(self.blueprint),
         )
-        rounds = self.own.stage_rounds or self.settings.num_rounds // len(modules)
+        rounds = self.table.stage_rounds or self.settings.num_rounds // len(modules)
         return [
             Stage(
                 f"module {m + 1}",
                 (self._fit_part(self.item(module), self.allowed),),
                 key=m,
-                place=1 if self.own.lr_restart else 1 + m * rounds,
+                place=1 if self.table.lr_restart else 1 + m * rounds,
             )
             for m, module in enumerate(modules)
         ]
@@ -123,7 +123,7 @@ class FedProphetCut(Cut):
             * state.flops_per_second
             / slowest
         )
-        for later in self.stages[stage + 1 :] if self.own.dma else []:
+        for later in self.stages[stage + 1 :] if self.table.dma else []:
             longer = (*assigned, *later.parts[0].atoms)
             item = self.item(longer)
             if self.part(item).forward_flops > flops or self.needed_bytes(item) > state.allowed_bytes:

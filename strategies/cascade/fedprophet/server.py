@@ -89,8 +89,8 @@ class FedProphet(QueryingMethod):
 
     def __init__(self, cut: FedProphetCut) -> None:
         super().__init__(cut)
-        self.own = self.settings.of(FedProphetSettings)
-        self.validates = "all" if self.own.validation_clients == "all" else "asked"
+        self.table = self.settings.of(FedProphetSettings)
+        self.validates = "all" if self.table.validation_clients == "all" else "asked"
 
     def begin(self, fleet: ClientResources) -> None:
         """Cut the model; R_min is chosen once per run. Raises ValueError if settings, clients and modules do not match."""
@@ -106,7 +106,7 @@ class FedProphet(QueryingMethod):
         self.cut = self.cut.with_smallest(state.r_min)
         self._check_modules(fleet)
         if not state.stage_rounds:
-            state.stage_rounds = self.own.stage_rounds or max(1, settings.num_rounds // len(self.cut.stages))
+            state.stage_rounds = self.table.stage_rounds or max(1, settings.num_rounds // len(self.cut.stages))
         self.cut.require_adversarial_rounds(state.stage_rounds)
 
     def _check_modules(self, fleet: ClientResources) -> None:
@@ -116,7 +116,7 @@ class FedProphet(QueryingMethod):
         richest = fleet.richest
         if largest > richest.allowed_bytes:
             raise ValueError(
-                f"R_min of {self.state.r_min:,} bytes (fedprophet.r-min = {self.own.r_min!r}) makes a "
+                f"R_min of {self.state.r_min:,} bytes (fedprophet.r-min = {self.table.r_min!r}) makes a "
                 f"module of {largest:,} bytes, and the richest client has {richest.budget_bytes:,}: no client could train "
                 "it; lower fedprophet.r-min"
             )
@@ -169,7 +169,7 @@ class FedProphet(QueryingMethod):
 
     def rate(self, server_round: int) -> float:
         """Return the learning rate of a round; with `fedprophet.lr-restart` the schedule restarts in each stage."""
-        place = self.state.stage_round + 1 if self.own.lr_restart else server_round
+        place = self.state.stage_round + 1 if self.table.lr_restart else server_round
         return learning_rate(self.settings, place)
 
     def schedule(self, first: int, last: int) -> Iterable[tuple[int, int]]:
@@ -181,7 +181,7 @@ class FedProphet(QueryingMethod):
         left = (len(self.modules) - state.stage) * maximum - state.stage_round
         for n, server_round in enumerate(range(first, min(last, first + left - 1) + 1)):
             restarted = (state.stage_round + n) % maximum + 1
-            yield server_round, restarted if self.own.lr_restart else server_round
+            yield server_round, restarted if self.table.lr_restart else server_round
 
     @property
     def queries(self) -> bool:
@@ -238,15 +238,15 @@ class FedProphet(QueryingMethod):
         else:
             clean, adversarial = (float(metrics[key]) for key in self.evaluation_keys[1:])  # type: ignore[arg-type]
             self._score(server_round, arrays, clean, adversarial)
-        stale = self.own.stage_patience and state.since_best >= self.own.stage_patience
+        stale = self.table.stage_patience and state.since_best >= self.table.stage_patience
         return self._next_stage(server_round, arrays) if stale or state.stage_round >= state.stage_rounds else arrays
 
     def _score(self, server_round: int, arrays: ArrayRecord, clean: float, adversarial: float) -> None:
         state, settings = self.state, self.settings
         # alpha has no effect in clean rounds
         kept = state.recent if state.stage_round > settings.attack.warmup + 1 else []
-        state.recent = [*kept, [clean, adversarial]][-self.own.apa_window :]
-        if state.stage_round <= settings.attack.warmup + self.own.apa_after:
+        state.recent = [*kept, [clean, adversarial]][-self.table.apa_window :]
+        if state.stage_round <= settings.attack.warmup + self.table.apa_after:
             return
         fixed = state.fixed
         rho = fixed.clean / fixed.adversarial if fixed and fixed.adversarial else self.first_rho
@@ -256,7 +256,7 @@ class FedProphet(QueryingMethod):
             state.best = BestRound(score, clean, adversarial, state.alpha, server_round)
             state.since_best = 0
             self.kept = self._in_training(arrays)
-        if state.stage and fixed and self.own.apa and state.stage_round % self.own.apa_every == 0:
+        if state.stage and fixed and self.table.apa and state.stage_round % self.table.apa_every == 0:
             before, state.alpha = state.alpha, adjust_alpha(state.alpha, state.recent, fixed, settings)
             if before and not state.alpha:
                 LOG.warning("alpha is 0 after round %s: %s trains on clean features", server_round, self.stage)
@@ -278,7 +278,7 @@ class FedProphet(QueryingMethod):
             state,
             stage=state.stage + 1,
             stage_round=0,
-            alpha=self.own.apa_start,
+            alpha=self.table.apa_start,
             distance=None,
             recent=[],
             fixed=FixedModule(

@@ -42,8 +42,8 @@ class ProFLCut(Cut):
     cut_blocks: tuple[Piece, ...] = ()
 
     def __init__(self, blueprint: Blueprint, cost_model: CostModel, settings: Settings, *rest: Any, **own: Any) -> None:
-        self.own = settings.of(ProFLSettings)
-        costs = cost_model.having(frozen_training=self.own.frozen_mode == "training")
+        self.table = settings.of(ProFLSettings)
+        costs = cost_model.having(frozen_training=self.table.frozen_mode == "training")
         super().__init__(blueprint, costs, settings, *rest, **own)
 
     @cached_property
@@ -58,7 +58,7 @@ class ProFLCut(Cut):
         AtomTooLargeError (by budget) or ValueError (by architecture) if even a single atom does not fit.
         """
         cut = self.with_smallest(minimum)
-        if self.own.blocks == "budget":
+        if self.table.blocks == "budget":
             return cut.divide(self.by_budget(minimum))
         allowed = allowance(maximum, self.settings.memory.excess)
         step, needed = self.largest()
@@ -87,7 +87,7 @@ class ProFLCut(Cut):
     @property
     def variant(self) -> Variant:
         """The run's model with basic layers in addition to its blocks."""
-        return Variant(changes=(BasicLayers(tuple(self.blocks), self.own.output_norm),))
+        return Variant(changes=(BasicLayers(tuple(self.blocks), self.table.output_norm),))
 
     def by_budget(self, budget: int) -> list[Piece]:
         """Return the largest blocks that can be trained with their output modules within a budget (bytes).
@@ -141,7 +141,7 @@ class ProFLCut(Cut):
 
         With `profl.cohort` = all there are none.
         """
-        return range(self.cheapest, self.needed_for_step(t)) if self.own.cohort == "eligible" else range(0)
+        return range(self.cheapest, self.needed_for_step(t)) if self.table.cohort == "eligible" else range(0)
 
     def largest(self) -> tuple[int, int]:
         """Return the step with the largest memory cost, and its bytes."""
@@ -201,9 +201,9 @@ class ProFLCut(Cut):
     def stages(self) -> list[Stage]:
         """The steps 1 .. T of growing."""
         settings, count, found = self.settings, len(self.blocks), []
-        before = count - 1 if self.own.shrinking else 0  # steps of shrinking, as long as those of growing
-        maps = self.own.distil_rounds * before
-        rounds = self.own.stage_rounds or (settings.num_rounds - maps) // (before + count)
+        before = count - 1 if self.table.shrinking else 0  # steps of shrinking, as long as those of growing
+        maps = self.table.distil_rounds * before
+        rounds = self.table.stage_rounds or (settings.num_rounds - maps) // (before + count)
         for t in range(1, count + 1):
             part = self._fit_part(self.item(self.step(t)), self.allowed)
             place = 1 + maps + (before + t - 1) * rounds

@@ -115,9 +115,9 @@ class ProFL(StagedMethod):
 
     def __init__(self, cut: ProFLCut) -> None:
         super().__init__(cut)
-        self.own = self.settings.of(ProFLSettings)
-        self.asks = "able" if self.own.cohort == "eligible" else "all"
-        self.freezing = Freezing(self.own.movement_window, self.own.movement_fraction, self.own.movement_times)
+        self.table = self.settings.of(ProFLSettings)
+        self.asks = "able" if self.table.cohort == "eligible" else "all"
+        self.freezing = Freezing(self.table.movement_window, self.table.movement_fraction, self.table.movement_times)
         self.phases: list[Phase] = []
         self._costs: dict[Phase, dict[WorkItem, int]] = {}  # for the present cut
 
@@ -131,7 +131,7 @@ class ProFL(StagedMethod):
         self.cut = self.cut.divide([tuple(block) for block in state.blocks])
         self.phases, self._costs = self._phases(), {}
         if not state.maximum:
-            state.maximum = allot_rounds(self.phases, self.own, self.settings.num_rounds, self.cut.parameters_of)
+            state.maximum = allot_rounds(self.phases, self.table, self.settings.num_rounds, self.cut.parameters_of)
         if len(state.maximum) != len(self.phases):
             raise ValueError(
                 f"the run to resume has {len(state.maximum)} phases, this version plans {len(self.phases)} for these settings: "
@@ -152,11 +152,11 @@ class ProFL(StagedMethod):
 
     def _phases(self) -> list[Phase]:
         settings = self.settings
-        maps = basic_atoms(self.cut.model) if self.own.distil_rounds else ()
+        maps = basic_atoms(self.cut.model) if self.table.distil_rounds else ()
         random = [f"atoms.{atom}" for block in self.cut.blocks[:-1] for atom in block]
         known = self._brought() if settings.training.init_weights else set()
         unknown = any(has_statistics(self.cut.model, unit) for unit in random if unit not in known)
-        return phases_of(len(self.cut.blocks), shrinking=self.own.shrinking, maps=maps, statistics=unknown)
+        return phases_of(len(self.cut.blocks), shrinking=self.table.shrinking, maps=maps, statistics=unknown)
 
     @property
     def phase(self) -> Phase:
@@ -188,7 +188,7 @@ class ProFL(StagedMethod):
             frozen=tuple(before) if phase.kind != "statistics" else (),  # they have no statistics before
             config=ProFLTaskConfig(phase.t, phase.kind),
             least=(lambda: needed[item]) if self.asks == "able" and phase.is_step and item.atoms else None,
-            lr=self.own.distil_lr if phase.kind == "map" else None,
+            lr=self.table.distil_lr if phase.kind == "map" else None,
             refusal=refusal,
         )
 
@@ -233,7 +233,7 @@ class ProFL(StagedMethod):
 
     @property
     def _converged(self) -> bool:
-        return self.own.freezing == "movement" and has_converged(self.state.movements, self.freezing)
+        return self.table.freezing == "movement" and has_converged(self.state.movements, self.freezing)
 
     def _rounds_done(self, current: Round) -> int:
         """Return the rounds of the phase with this one, which counts for statistics only if there is a new model."""
@@ -266,7 +266,7 @@ class ProFL(StagedMethod):
         block = [f"atoms.{atom}" for atom in self.cut.blocks[self.phase.t - 1]]
         names = [name for unit in block for name in parameter_names(self.cut.model, unit)]
         values = np.concatenate([arrays[name].numpy().reshape(-1) for name in names])
-        wanted = self.own.movement_scalars
+        wanted = self.table.movement_scalars
         if not wanted or wanted >= len(values):
             return values
         rng = np.random.default_rng([self.settings.seed, self.state.phase])

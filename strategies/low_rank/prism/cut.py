@@ -47,7 +47,7 @@ class PriSMCut(HeteroFLCut):
         return found
 
     def traffic(self, parts: list[Part]) -> Traffic:
-        """Return the bytes and the values of the sub-model's arrays."""
+        """Return the bytes and the values of the sub-model's arrays, not a ratio of widths as HeteroFL's."""
         return Cut.traffic(self, parts)
 
     def plain_part(self, item: WorkItem) -> Part:

@@ -54,7 +54,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.momentum import MOMENTUM, averaged_names
-from piecework.federation.aggregation import CheckedUpdate, replace_arrays
+from piecework.federation.aggregation import CheckedUpdate, WeightedMean, replace_arrays
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.kernels import Sampling, compose, decompose, effective_rank, inclusion, sample
@@ -72,8 +72,6 @@ from piecework.training.capabilities import Refusal
 from piecework.training.messages import TaskConfig
 from piecework.training.methods import METHODS
 from piecework.training.randomness import generator
-
-SPECTRA = -1  # in the memo of a round: sigma of the model that it trains, by weight
 
 
 class ComposedServing(Serving):
@@ -107,6 +105,14 @@ class SubModel:
         whole = self.method.factor(arrays)
         where = {n: w for n, w in self.indices().items() if self.momentum or not n.startswith(MOMENTUM)}
         return ArrayRecord({n: Array(take(whole[n].numpy(), w)) for n, w in where.items()})
+
+
+class KernelMean(WeightedMean):
+    """The mean of each kernel over the clients that drew it, and `sigma` of the model that the round trains, by weight."""
+
+    def __init__(self, sigma: dict[str, np.ndarray]) -> None:
+        super().__init__()
+        self.sigma = sigma
 
 
 class PriSM(HeteroFL):
@@ -192,8 +198,7 @@ class PriSM(HeteroFL):
 
     def open(self, current: Round) -> None:
         """Begin a round, and note the spectra of the model that it trains."""
-        super().open(current)
-        current.memo[SPECTRA] = {layer.weight: self.kernels(layer, current.arrays)[0] for layer in self.factors}
+        current.mean = KernelMean({layer.weight: self.kernels(layer, current.arrays)[0] for layer in self.factors})
 
     def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
         """Return that all FLOPs were executed."""
@@ -256,7 +261,7 @@ class PriSM(HeteroFL):
         arrays = {name: array for name, array in update.arrays.items() if not is_place(name)}
         sends = current.assigned[client].assignment.sends
         assert isinstance(sends, SubModel)
-        current.mean.add(arrays, sends.indices(), self.full, 1)
+        current.mean.add(arrays, 1, sends.indices(), self.full)
 
     def finish(self, current: Round) -> ArrayRecord:
         """Return the new model, composed of the averaged kernels (Eq. 5), and store the averaged momentum."""
@@ -328,7 +333,7 @@ class PriSM(HeteroFL):
                 counts[name][kernels] += 1
         layers = {
             name: {
-                "rank": effective_rank(current.memo[SPECTRA][name]),
+                "rank": effective_rank(current.mean.sigma[name]),
                 "kernels": len(count),
                 "drawn": [float(tenth.mean()) for tenth in np.array_split(count, min(10, len(count)))],
             }

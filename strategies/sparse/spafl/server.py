@@ -143,7 +143,7 @@ class SpaFL(Method):
 
     def __init__(self, cut: SpaFLCut) -> None:
         super().__init__(cut)
-        self.own = self.settings.of(SpaFLSettings)
+        self.table = self.settings.of(SpaFLSettings)
         self.model_details = {"personal": True}  # the file has no global model, only thresholds
         self.layers = thresholds(cut.model)
         self.tau = self.initial()[THRESHOLDS]
@@ -179,11 +179,11 @@ class SpaFL(Method):
 
     def alpha(self, server_round: int) -> float:
         """Return the weight of the sparsity regulariser in a round."""
-        alpha = self.own.sparsity
-        if self.own.sparsity_ramp:
+        alpha = self.table.sparsity
+        if self.table.sparsity_ramp:
             alpha /= 1 + math.exp(min(700, 5 - 10 * (server_round - 1)))
-        if self.own.target_density:
-            alpha *= min(1.0, max(0.0, (self.state.density - self.own.target_density) / BAND))
+        if self.table.target_density:
+            alpha *= min(1.0, max(0.0, (self.state.density - self.table.target_density) / BAND))
         return alpha
 
     def assign(self, ctx: Context) -> Assignment:
@@ -222,7 +222,7 @@ class SpaFL(Method):
         """
         self.mask(received.metrics)
         received = replace(received, maximum=lambda: math.inf)
-        if not self.own.clamp_thresholds:
+        if not self.table.clamp_thresholds:
             return super().check(received)
         update = super().check(replace(received, limits={}))
         found = update.arrays[THRESHOLDS]

@@ -37,7 +37,6 @@ from piecework.models.cascade import Blueprint, Shape
 from piecework.models.channels import Axes, channel_axes
 from piecework.models.variant import Variant, vary
 from piecework.models.width import (
-    CoverageMean,
     Indices,
     Select,
     last_layer,
@@ -292,10 +291,6 @@ class HeteroFL(Method):
         fitting = [level for level, allowed in levels if self.cut.needed_bytes(self.cut.sub_model(level)) <= allowed]
         return fitting or [len(self.cut.ratios) - 1]
 
-    def open(self, current: Round) -> None:
-        """Begin a round. Each entry is averaged over the clients that had it."""
-        current.mean = CoverageMean()
-
     def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
         """Note the classes of which the client says that it has examples, if it masks the others."""
         if self.cut.masked:
@@ -309,7 +304,10 @@ class HeteroFL(Method):
         return super().check(received)
 
     def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
-        """Add a client's sub-model; with the class mask, only those rows of the last layer whose classes the client has."""
+        """Add a client's sub-model to the means of its entries.
+
+        With the class mask, only those rows of the last layer are added whose classes the client has.
+        """
         assignment = current.assigned[client].assignment
         assert isinstance(assignment.sends, Kept)
         arrays, indices = dict(update.arrays), dict(assignment.sends.indices())
@@ -317,7 +315,7 @@ class HeteroFL(Method):
             rows = classes(current.memo[client], self.cut.blueprint.num_classes)
             for name in filter(arrays.__contains__, self.cut.last_layer):
                 arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
-        current.mean.add(arrays, indices, self.full, self.weight(update))
+        current.mean.add(arrays, self.weight(update), indices, self.full)
         self.state.widest = max(self.state.widest, self.cut.ratios[assignment.config.level])
 
     def weight(self, update: CheckedUpdate) -> int:

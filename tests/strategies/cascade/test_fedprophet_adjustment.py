@@ -133,7 +133,7 @@ def second_stage(tmp_path: Path) -> Iterator[Callable[..., list[FedProphetState]
                 "fedprophet__apa_bound": "none",
             } | settings
             method.settings = run.settings.with_values({key_of(name): value for name, value in changes.items()})
-            method.own = method.settings.of(FedProphetSettings)
+            method.table = method.settings.of(FedProphetSettings)
             method.state = FedProphetState(
                 r_min=1,
                 stage_rounds=99,

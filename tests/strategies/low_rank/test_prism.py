@@ -26,9 +26,10 @@ from helpers import (
 from safetensors.numpy import load_file
 
 from piecework.client_app.momentum import MOMENTUM, CarriedMomentum
+from piecework.federation.aggregation import WeightedMean
 from piecework.models.kernels import compose, decompose
 from piecework.models.low_rank import low_rank
-from piecework.models.width import CoverageMean, Indices
+from piecework.models.width import Indices
 from piecework.strategies.low_rank.prism.client import LowRankModel
 from piecework.strategies.low_rank.prism.server import PriSM, SubModel
 from piecework.strategies.method import Assigned, Round
@@ -119,14 +120,14 @@ def test_by_hand() -> None:
     weight = np.array([[4.0, 0, 0], [0, 1, 0], [0, 0, 0.25]], dtype=np.float32)
     _, v, u = decompose(weight)
     np.testing.assert_allclose(u, np.diag([2, 1, 0.5]), atol=1e-6)
-    mean = CoverageMean()
+    mean = WeightedMean()
     for kernels, add in (([0, 1], 0.2), ([0, 2], 0.6)):
         rows, columns = np.array([0, 1]), np.array(kernels)
         mean.add(
             {"v": v[columns] + np.float32(add), "u": u[np.ix_(rows, columns)] - np.float32(add)},
+            1,
             {"v": (columns, np.arange(3)), "u": (rows, columns)},
             {"v": v.shape, "u": u.shape},
-            1,
         )
     new_v, new_u = mean.over("v", v), mean.over("u", u)
     by_v = [[2.4, 0.4, 0.4], [0.2, 1.2, 0.2], [0.6, 0.6, 1.1]]
