@@ -180,7 +180,7 @@ class CostModel:
             parameters=part.parameters,
             features=round(part.features * size),
             attack_steps=attack.steps if attack else 0,
-            optimizer_scale=3 if self.training_config.momentum else 2,
+            optimizer_scale=(2, 3, 5)[self.training_config.moments],  # the authors charge 5 for Adam,
         )
 
     @cached_property

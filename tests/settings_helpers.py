@@ -31,6 +31,7 @@ CHOICES = {
     "training.accelerator": "cuda",
     "training.precision": "bfloat16",
     "training.optimiser-state": "bfloat16",
+    "training.optimiser": "adamw",
     "memory.features": "bfloat16",
     "architecture.options": "shortcut_from=relu",
     "data.partition": "iid",

@@ -42,7 +42,9 @@ class Capabilities:
     fit: bool | Case = (
         True  # a step may be fitted into a small budget (`memory.fit`), because the method does not change it
     )
-    rounds: bool = True  # clients train with SGD, whose state may be rounded (`training.optimiser-state`)
+    optimisers: bool = (
+        True  # clients train with the optimiser that the settings name, and not with one of the method's own
+    )
     public: bool | Case = False  # the server trains on public data
     when_excluded: str = "excluded"  # what plans say of a device that cannot train
     advised: int = 0  # the place among the methods that one would try first, from 1; 0 = it is not among them

@@ -18,6 +18,7 @@ from piecework.models.cascade import Blueprint, fit_features, isolate_rng, run_a
 from piecework.models.recompute import recompute
 from piecework.models.static_norms import count_first_alike
 from piecework.training.accelerator import CPU, release_cache
+from piecework.training.adam import OPTIMISERS
 from piecework.training.attacks import Attack, Gradient, Loss, Parts, by_backward, micro_batches, pgd, whole
 from piecework.training.examples import Examples, batches
 from piecework.training.memory_cap import MemoryCap, return_free_memory
@@ -212,10 +213,13 @@ class LocalTrainer:
             self.pieces, self._loss, self.training_config.attack, int(rng.integers(2**63)), parts=self._parts
         )
 
-    def pause(self, momentum: Path) -> None:
-        """Free the memory: write momentum to a file and drop the pieces (save them before); the next epoch makes them again."""
-        self.optimiser.save(momentum)
-        self._paused = momentum
+    def pause(self, folder: Path) -> None:
+        """Free the memory: write the optimiser's state to a folder and drop the pieces, which must have been saved before.
+
+        The next epoch makes them again.
+        """
+        self.optimiser.save(folder)
+        self._paused = folder
         self.pieces = []
         del self.optimiser, self._loss
         release_cache()
@@ -261,7 +265,7 @@ def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: 
     loss = make_loss(pieces)
     return (
         in_bfloat16(loss) if training_config.precision == "bfloat16" else loss,
-        (pieces[0].optimiser or SGD)(
+        (pieces[0].optimiser or OPTIMISERS[training_config.optimiser])(
             [p for piece in pieces for p in piece.parameters() if p.requires_grad],
             training_config,
             [p for piece in pieces for p in piece.list_undecayed()],

@@ -120,7 +120,7 @@ METHODS = {
             attack="optional",
             norms="measured",
             other_norms=False,
-            rounds=False,
+            optimisers=False,
             caveat="a mask of random weights, not the model",
         ),
         ("fedpm",),

@@ -201,6 +201,7 @@ def training_config_for(settings: Settings, lr: float) -> TrainingConfig:
         precision=settings.training.precision,
         clip_norm=settings.training.clip_norm,
         optimiser_state=settings.training.optimiser_state,
+        optimiser=settings.training.optimiser,
     )
 
 

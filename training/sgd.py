@@ -1,6 +1,6 @@
-"""The parameters of local training, and its optimiser."""
+"""The parameters of local training, and SGD."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from piecework.training.attacks import Attack
 
 Precision = Literal["float32", "bfloat16"]
+Optimiser = Literal["sgd", "adam", "adamw"]
 Segment = tuple[int, int]  # positions [first, last) in a piece's atoms
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The parameters of local training. `momentum` is in [0, 1). With `attack`, training is adversarial.
+    """The parameters of local training. `momentum` of SGD is in [0, 1). With `attack`, training is adversarial.
 
     Training takes `iterations` batches, or `epochs` epochs if `iterations` is 0. If the gradient of all parameters is longer
     than `clip_norm` > 0, it is scaled down to it; weight decay is added afterwards. In `bfloat16` forward passes run under
@@ -42,6 +43,12 @@ class TrainingConfig:
     micro_batch: int = 0
     recompute: tuple[Segment, ...] = ()
     optimiser_state: Precision = "float32"
+    optimiser: Optimiser = "sgd"
+
+    @property
+    def moments(self) -> int:
+        """How many values the optimiser keeps of each parameter between steps: momentum, or Adam's two averages."""
+        return int(self.momentum > 0) if self.optimiser == "sgd" else 2
 
 
 class SGD:
@@ -117,15 +124,21 @@ class SGD:
         """Return what is kept between steps by kind, with one tensor for each parameter."""
         return {"momentum": self.buffers} if self.buffers else {}
 
-    def save(self, path: Path) -> None:
-        """Write what is kept between steps to a file, with the names `<kind>.<number of the parameter>`."""
-        held = ((kind, *pair) for kind, tensors in self.state().items() for pair in enumerate(tensors))
-        save_file({f"{kind}.{i}": tensor.contiguous() for kind, i, tensor in held}, path)
+    def save(self, folder: Path) -> None:
+        """Write what is kept between steps to a folder, in a file for each kind, because writing copies what is in a file."""
+        folder.mkdir(exist_ok=True)
+        for kind, held in self.state().items():
+            save_file({str(i): tensor.contiguous() for i, tensor in enumerate(held)}, folder / f"{kind}.safetensors")
+
+    def stored(self, folder: Path) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the number of each parameter, a tensor that is kept of it, and what the folder has in its place."""
+        for kind, held in self.state().items():
+            with safe_open(folder / f"{kind}.safetensors", framework="pt") as file:
+                for i, tensor in enumerate(held):
+                    yield i, tensor, file.get_tensor(str(i))
 
     @torch.no_grad()
-    def load(self, path: Path) -> None:
-        """Read what is kept between steps from a file."""
-        with safe_open(path, framework="pt") as file:
-            for kind, tensors in self.state().items():
-                for i, tensor in enumerate(tensors):
-                    tensor.copy_(file.get_tensor(f"{kind}.{i}"))
+    def load(self, folder: Path) -> None:
+        """Read what is kept between steps from a folder."""
+        for _, tensor, found in self.stored(folder):
+            tensor.copy_(found)

@@ -177,8 +177,8 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> tuple[Row, lis
 def judge_fit(settings: Settings, question: PlanQuestion, states: list[DeviceState], participation: float) -> Row:
     """Return who can train the whole model with `memory.fit`, and the step of the poorest of them, or the smallest step.
 
-    `flops` is a multiple of the plain step's. `held_bytes` are those of parameters, gradients and momentum, which no way
-    spares.
+    `flops` is a multiple of the plain step's. `held_bytes` are those of parameters, gradients and the state of the optimiser,
+    which no way spares.
     """
     planner, _ = planner_for(load_fleet(settings.fleet), settings, question)
     cut = planner.cut
@@ -197,9 +197,9 @@ def judge_fit(settings: Settings, question: PlanQuestion, states: list[DeviceSta
 
 
 def held_bytes(training_config: TrainingConfig) -> int:
-    """Return the bytes of a parameter, its gradient and its momentum."""
-    momentum = 2 if training_config.optimiser_state == "bfloat16" else 4
-    return 8 + (momentum if training_config.momentum else 0)
+    """Return the bytes of a parameter, its gradient and what the optimiser keeps of it."""
+    kept = 2 if training_config.optimiser_state == "bfloat16" else 4
+    return 8 + kept * training_config.moments
 
 
 def smaller_batch(settings: Settings, question: PlanQuestion, poorest: DeviceState, attack_steps: int) -> Row | None:
@@ -252,8 +252,8 @@ def describe_fit(fitted: Row) -> str:
     who = f"{fitted['participation']:.0%} of the clients" if fitted["participation"] else "no client"
     least, held = format_compared(fitted["least_bytes"], fitted["held_bytes"])
     return (
-        f"With memory.fit {who} can train it: the smallest step takes {least}, of which parameters, gradients and momentum "
-        f"are {held}."
+        f"With memory.fit {who} can train it: the smallest step takes {least}, of which parameters, gradients and the "
+        f"optimiser's state are {held}."
     )
 
 

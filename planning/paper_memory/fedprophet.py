@@ -7,8 +7,11 @@ from piecework.training.sgd import TrainingConfig
 
 
 def memory_bytes(part: Part, reference: Blueprint, training_config: TrainingConfig) -> float:
-    """MemReq: weights, gradients and momentum, 4 bytes each, and what the backward pass needs of a whole batch."""
-    copies = 3 if training_config.momentum else 2
+    """MemReq: weights, gradients and the optimiser's state, 4 bytes each, and what the backward pass needs of a whole batch.
+
+    The authors charge three values of state for Adam, which keeps two.
+    """
+    copies = (2, 3, 5)[training_config.moments]
     return 4 * part.copies * (copies * part.parameters + training_config.batch_size * part.features)
 
 

@@ -17,6 +17,9 @@ from piecework.training.settings import Settings, SettingsError
 ROOT = Path(__file__).resolve().parents[2]
 
 
+OF_MOST = ["architecture.norm", "training.optimiser", "training.momentum", "training.optimiser-state", "memory.fit"]
+
+
 def keys(word: str = "") -> list[str]:
     return [row["key"] for row in setting_rows(word)]
 
@@ -28,8 +31,7 @@ def test_every_setting_is_listed_with_its_default() -> None:
 def test_the_settings_of_one_strategy() -> None:
     assert {"fedprophet.dma", "fedprophet.apa-step", "fedprophet.stage-patience"} <= set(keys("fedprophet"))
     assert not {"training.lr", "prism.kappa"} & set(keys("fedprophet"))
-    shared = ["architecture.norm", "training.optimiser-state", "memory.fit"]
-    assert keys("depthfl") == [*shared, "depthfl.distillation-rounds", "depthfl.feddyn-alpha"]
+    assert keys("depthfl") == [*OF_MOST, "depthfl.distillation-rounds", "depthfl.feddyn-alpha"]
     (kappa,) = [row for row in setting_rows("prism") if row["key"] == "prism.kappa"]
     assert kappa["belongs"] == "strategy = prism with prism.kernel-sampling = importance"
     assert (kappa["default"], kappa["allowed"]) == (2.5, "number >= 0")
@@ -41,7 +43,7 @@ def test_settings_about_a_word() -> None:
     assert row["allowed"] == "float32 | bfloat16"
     with pytest.raises(SettingsError, match="no setting is about 'momentm': piecework settings lists all"):
         setting_rows("momentm")
-    assert keys("fedavg") == ["architecture.norm", "training.optimiser-state", "memory.fit", "faults.accept-late"]
+    assert keys("fedavg") == [*OF_MOST, "faults.accept-late"]
 
 
 def test_every_strategy_is_listed() -> None:

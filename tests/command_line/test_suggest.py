@@ -181,7 +181,7 @@ def test_what_stands_in_the_way_is_said(demo: dict[str, Any]) -> None:
     assert (fitted["participation"], fitted["held_bytes"]) == (0.5, 12 * 37_594)
     assert demo["simple"]["poorest_bytes"] < fitted["least_bytes"] <= fitted["step_bytes"]
     assert "With memory.fit 50% of the clients can train it" in demo["simple"]["text"]
-    assert "parameters, gradients and momentum are 451.1 kB" in demo["simple"]["text"]
+    assert "parameters, gradients and the optimiser's state are 451.1 kB" in demo["simple"]["text"]
     assert demo["simple"]["ratios"]
     assert demo["simple"]["text"].endswith("No smaller batch fits every device, down to 2.")
     paper = Settings.from_run_config({"clients": 2, "memory.model": "fedepth", "fleet": "demo"})

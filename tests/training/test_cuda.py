@@ -155,7 +155,7 @@ def test_a_pause_frees_the_gpu(tmp_path: Path) -> None:
     trainer.epoch(client.local_data(0).on(gpu()), client.rng("batches", 0, 0), client.cap, "train")
     workspaces = torch.cuda.memory_allocated() - before
     client.save(trainer.pieces[0])
-    trainer.pause(client.store.root / "momentum.safetensors")
+    trainer.pause(client.store.root / "optimiser")
     assert torch.cuda.memory_allocated() - before < workspaces
     trainer.epoch(client.local_data(0).on(gpu()), client.rng("batches", 0, 1), client.cap, "train")
     (piece,) = trainer.finish()

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from piecework.models.cascade import Cascade, fit_features, isolate_rng
 from piecework.strategies.cascade.fedepth.mutual import mutual_objective, soft_targets, taught_objective
+from piecework.training.adam import OPTIMISERS
 from piecework.training.examples import batches, training_examples
 from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.memory_cap import MemoryCap
-from piecework.training.sgd import SGD
+from piecework.training.sgd import SGD, Optimiser
 
 # ---- optimiser
 
@@ -54,6 +55,49 @@ def test_sgd_by_hand() -> None:
     p.grad = torch.tensor([0.0])
     sgd.step()  # g = 0.09375, v = 0.625 + 0.09375 = 0.71875, p = 0.375 - 0.359375
     assert p.item() == 0.015625
+
+
+@pytest.mark.parametrize(("kind", "decay", "first"), [("adam", 0.0, 0.9), ("adamw", 0.5, 0.85)])
+def test_adam_by_hand(kind: Optimiser, decay: float, first: float) -> None:
+    """The rate is 0.1, and x begins at 1. AdamW takes 0.05 x away before each step.
+
+    Gradient 2: m = 0.2 and v = 0.004, divided by 1 - beta they are 2 and 4, so the step is 0.1 x 2 / 2.
+    Gradient -2.2: m = 0.18 - 0.22 = -0.04, and -0.04 / 0.19 = -0.210526; v = 0.003996 + 0.00484 = 0.008836, and
+    0.008836 / 0.001999 = 4.42021, of which the root is 2.10243; the step is 0.1 x 0.10014.
+    """
+    parameter = torch.nn.Parameter(torch.tensor([1.0]))
+    adam = OPTIMISERS[kind]([parameter], a_training_config(lr=0.1, weight_decay=decay))
+    parameter.grad = torch.tensor([2.0])
+    adam.step()
+    assert parameter.item() == pytest.approx(first)
+    parameter.grad = torch.tensor([-2.2])
+    adam.step()
+    assert parameter.item() == pytest.approx((first * (1 - 0.1 * decay)) + 0.010014, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "theirs"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
+def test_adam_is_torchs(kind: Optimiser, theirs: type[torch.optim.Adam]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours, other = (torch.nn.Parameter(torch.arange(6.0)) for _ in range(2))
+    mine = OPTIMISERS[kind]([ours], a_training_config(lr=0.1, weight_decay=0.3))
+    reference = theirs([other], lr=0.1, weight_decay=0.3)
+    for _ in range(5):
+        ours.grad = torch.randn(6, generator=generator)
+        other.grad = ours.grad.clone()
+        mine.step()
+        reference.step()
+    torch.testing.assert_close(ours.detach(), other.detach())
+
+
+def test_values_that_an_optimiser_keeps() -> None:
+    """`moments` counts the values of each parameter that are kept between steps."""
+    counts = []
+    for kind, momentum in (("sgd", 0.0), ("sgd", 0.9), ("adam", 0.0), ("adamw", 0.9)):
+        config = a_training_config(momentum=momentum, optimiser=kind)
+        state = OPTIMISERS[config.optimiser]([torch.nn.Parameter(torch.ones(5))], config).state()
+        counts.append(config.moments)
+        assert sum(held[0].numel() == 5 for held in state.values()) == config.moments
+    assert counts == [0, 1, 2, 2]
 
 
 def test_momentum_in_bfloat16_by_hand() -> None:
@@ -241,7 +285,7 @@ def trained(folder: Path, pause: bool) -> dict[str, np.ndarray]:
         trainer.epoch(client.local_data(0), client.rng("batches", 0, epoch), client.cap, "train")
         if pause and epoch < 2:
             client.save(trainer.pieces[0])
-            trainer.pause(client.store.root / "momentum.safetensors")
+            trainer.pause(client.store.root / "optimiser")
             assert trainer.pieces == []
     assert trainer.seen == 120
     client.save(*trainer.finish())

@@ -117,6 +117,11 @@ class TrainingSettings(Table):
     local_epochs: AtLeastOne = setting(2, "passes over the client data in a round, for every sub-problem")
     local_iterations: Count = setting(0, "batches instead of local-epochs, for every sub-problem; 0 = epochs")
     batch_size: BatchSize = setting(16, "examples in a batch")
+    optimiser: Literal["sgd", "adam", "adamw"] = setting(
+        "sgd",
+        "what clients train with: SGD, or Adam or AdamW, which keep two values of each parameter and want rates near 0.001",
+        able("optimisers"),
+    )
     lr: Positive = setting(0.1, "learning rate of the first round")
     lr_schedule: Literal["constant", "cosine", "exponential"] = setting("cosine", "how the rate falls over the rounds")
     lr_rounds: Count = setting(
@@ -127,8 +132,10 @@ class TrainingSettings(Table):
     lr_decay: Annotated[float, Field(gt=0, le=1)] = setting(
         0.994, "factor of the rate per round, exponential schedule", case(training__lr_schedule="exponential")
     )
-    momentum: Fraction = setting(0.9, "momentum of SGD; 0 = none")
-    weight_decay: NonNegative = setting(5e-4, "weight decay of SGD; 0 = none")
+    momentum: Fraction = setting(0.9, "momentum of SGD; 0 = none", able("optimisers", training__optimiser="sgd"))
+    weight_decay: NonNegative = setting(
+        5e-4, "weight decay; 0 = none. With AdamW it scales parameters, and else it is added to the gradient"
+    )
     clip_norm: NonNegative = setting(0.0, "maximum gradient norm of a local step; 0 = off")
     torch_threads: AtLeastOne = setting(1, "threads of a client's training")
     accelerator: Literal["none", "cuda"] = setting("none", "cuda: clients train on their GPU")
@@ -138,7 +145,7 @@ class TrainingSettings(Table):
     optimiser_state: Literal["float32", "bfloat16"] = setting(
         "float32",
         "bfloat16: clients keep momentum in half the memory, and round it in each step",
-        able("rounds", memory__model="traced"),
+        able("optimisers", training__optimiser="sgd", memory__model="traced"),
     )
     adversarial: bool = setting(
         False, "train on adversarial examples, if the strategy can; FedProphet, jFAT and FedRBN always do"

@@ -288,7 +288,7 @@ def _stream_again(client: Client, trainer: LocalTrainer, items: list[WorkItem], 
     Meanwhile the state of its training is on disk, because it may not fit beside the earlier pieces.
     """
     client.save(trainer.pieces[0])
-    trainer.pause(client.store.task / "momentum.safetensors")
+    trainer.pause(client.store.task / "optimiser")
     for j, (item, following) in enumerate(pairwise(items)):
         piece = PieceModel(client.blueprint, item.atoms, None, client.load())
         piece.train(False)

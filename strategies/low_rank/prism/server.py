@@ -45,8 +45,8 @@ keeps them all, or with `prism.output-channels = random` or `all`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -54,17 +54,18 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.momentum import MOMENTUM, averaged_names
-from piecework.federation.aggregation import CheckedUpdate, WeightedMean, replace_arrays
+from piecework.federation.aggregation import CheckedUpdate, replace_arrays
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.kernels import Sampling, compose, decompose, effective_rank, inclusion, sample
 from piecework.models.low_rank import Factors, LowRank, factors, find_computed, is_place, norms
 from piecework.models.variant import vary
-from piecework.models.width import Indices, shapes, take
+from piecework.models.width import Indices, shapes
 from piecework.planning.assignment import Assignment, Context
 from piecework.strategies.low_rank.prism.client import PriSMTaskConfig
 from piecework.strategies.low_rank.prism.cut import PriSMCut
 from piecework.strategies.low_rank.prism.settings import PriSMSettings
+from piecework.strategies.low_rank.prism.sub_model import Drawn, KernelMean, SubModel
 from piecework.strategies.method import Reading, Round
 from piecework.strategies.serving import Serving
 from piecework.strategies.width.heterofl.server import NO_NORMS_OF_THEIR_OWN, HeteroFL
@@ -84,37 +85,6 @@ class ComposedServing(Serving):
         return self.method.serve(trained)
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What PriSM drew for a client, by weight: I_c, and the output channels that it computes if these are random."""
-
-    kernels: Mapping[str, np.ndarray]
-    rows: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class SubModel:
-    """The arrays of a low-rank sub-model, cut out of the model in its orthogonal space; without momentum in an evaluation."""
-
-    method: "PriSM"
-    indices: Callable[[], Mapping[str, Indices]]
-    momentum: bool = True
-
-    def __call__(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays of the sub-model."""
-        whole = self.method.factor(arrays)
-        where = {n: w for n, w in self.indices().items() if self.momentum or not n.startswith(MOMENTUM)}
-        return ArrayRecord({n: Array(take(whole[n].numpy(), w)) for n, w in where.items()})
-
-
-class KernelMean(WeightedMean):
-    """The mean of each kernel over the clients that drew it, and `sigma` of the model that the round trains, by weight."""
-
-    def __init__(self, sigma: dict[str, np.ndarray]) -> None:
-        super().__init__()
-        self.sigma = sigma
-
-
 class PriSM(HeteroFL):
     """Sub-models of principal kernels that are drawn in every round.
 
@@ -128,7 +98,12 @@ class PriSM(HeteroFL):
         Refusal(
             "prism.server-momentum",
             "it averages momentum, but training.momentum is 0: set it, or leave this off",
-            when={"training.momentum": (0.0,)},
+            when={"training.momentum": (0.0,), "training.optimiser": ("sgd",)},
+        ),
+        Refusal(
+            "prism.server-momentum",
+            "it averages the momentum of SGD, which Adam does not have: set training.optimiser to sgd, or leave this off",
+            when={"training.optimiser": ("adam", "adamw")},
         ),
     )
     cut_class = PriSMCut

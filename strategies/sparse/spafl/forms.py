@@ -11,7 +11,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from piecework.client_app.client import Client
@@ -102,8 +101,8 @@ class SparseTrainer(LocalTrainer):
     Every `spafl.masked-every`-th step is in the masked form: all with 1, as published, and none with 0. The other steps are in
     the compact form, at the mask of the last masked step, or with 0 of the start of the epoch.
 
-    While the compact form is trained, the masked form and its momentum are in the client's store. If the compact form would
-    keep more than WORTH of the parameters, training stays in the masked form, which is then as fast and as small. `macs` are
+    While the compact form is trained, the masked form and its optimiser's state are in the client's store. If the compact form
+    would keep more than WORTH of the parameters, training stays in the masked form, which is then as fast and as small. `macs` are
     the multiply-accumulates of masked layers in forward passes so far; the layers in training hold their own until the form
     changes.
     """
@@ -121,7 +120,8 @@ class SparseTrainer(LocalTrainer):
         self.client, self.layout, self.macs = client, layout, 0
         self._compact: Compact | None = None
         self._stays = False
-        self._momentum = client.store.task / "momentum.safetensors"
+        self._masked_state = client.store.task / "optimiser-masked"
+        self._compact_state = client.store.task / "optimiser-compact"
 
     def epoch(self, examples: Examples, rng: np.random.Generator, cap: MemoryCap, phase: str) -> None:
         """Run one pass over the examples. It starts from the masked form, from which a new compact form may be made."""
@@ -156,7 +156,7 @@ class SparseTrainer(LocalTrainer):
         if self._stays:
             return
         self.client.save(model)
-        self.optimiser.save(self._momentum)
+        self.optimiser.save(self._masked_state)
         self.macs += executed_macs(self.pieces)
         self.pieces = []
         del self.optimiser, self._loss
@@ -164,9 +164,10 @@ class SparseTrainer(LocalTrainer):
         names = parameter_names(model)
         del model
         self._take_up(small)
-        with safe_open(self._momentum, framework="pt") as file:
-            for i, buffer in enumerate(self.optimiser.buffers):
-                take_into(buffer, file.get_tensor(f"momentum.{i}").to(buffer.device), parts[names[i]])
+        for i, part, whole in self.optimiser.stored(self._masked_state):
+            take_into(
+                part, whole.to(part.device), parts[names[i]] if part.dim() else ()
+            )  # Adam counts steps in one number
 
     @torch.no_grad()
     def _expand(self) -> None:
@@ -176,17 +177,18 @@ class SparseTrainer(LocalTrainer):
             return
         with self.client.cap.first("return to the masked form"):
             self.macs += executed_macs(self.pieces)
-            learned, blueprint, parts = self.optimiser.buffers, self.client.blueprint, self._compact.places
+            blueprint, parts = self.client.blueprint, self._compact.places
+            self.optimiser.save(self._compact_state)
             self.pieces = []
             del self.optimiser, self._loss
             model = SparseModel(blueprint, range(len(blueprint.atoms)), "head", self.client.load())
             self._compact.write_back(model.units())
-            self._compact = None  # frees its weights before momentum is read
+            self._compact = None  # frees its weights before the optimiser's state is read
             self._take_up(model)
-            if learned:
-                self.optimiser.load(self._momentum)
-                for whole, part, name in zip(self.optimiser.buffers, learned, parameter_names(model), strict=True):
-                    write_back(whole, part, parts[name])
+            self.optimiser.load(self._masked_state)
+            names = parameter_names(model)
+            for i, whole, part in self.optimiser.stored(self._compact_state):
+                write_back(whole, part.to(whole.device), parts[names[i]] if whole.dim() else ())
 
     def _take_up(self, model: SparseModel) -> None:
         self.pieces = [model]

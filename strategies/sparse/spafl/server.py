@@ -125,7 +125,7 @@ class SpaFL(Method):
         Refusal(
             "spafl.client-momentum",
             "it keeps the clients' momentum, but training.momentum is 0: set it, or leave this off",
-            when={"training.momentum": (0.0,)},
+            when={"training.momentum": (0.0,), "training.optimiser": ("sgd",)},
         ),
         Refusal(
             "spafl.masked-every",

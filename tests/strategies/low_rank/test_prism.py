@@ -31,7 +31,8 @@ from piecework.models.kernels import compose, decompose
 from piecework.models.low_rank import low_rank
 from piecework.models.width import Indices
 from piecework.strategies.low_rank.prism.client import LowRankModel
-from piecework.strategies.low_rank.prism.server import PriSM, SubModel
+from piecework.strategies.low_rank.prism.server import PriSM
+from piecework.strategies.low_rank.prism.sub_model import SubModel
 from piecework.strategies.method import Assigned, Round
 from piecework.strategies.resources import ClientResources
 from piecework.training.adam import Adam

@@ -16,8 +16,9 @@ from test_prism import assigned, strategies
 from piecework.models.cascade import Blueprint, Cascade
 from piecework.models.kernels import compose, decompose, inclusion, sample
 from piecework.models.variant import vary
-from piecework.strategies.low_rank.prism.server import Drawn, PriSM, SubModel
+from piecework.strategies.low_rank.prism.server import PriSM
 from piecework.strategies.low_rank.prism.settings import PriSMSettings
+from piecework.strategies.low_rank.prism.sub_model import Drawn, SubModel
 
 FAST = {"training__local_iterations": 1, "evaluation__every": 0, "architecture__batch_norm": "batch"}
 EQUAL = TRIO | FAST | {"strategy": "prism", "prism__keep_ratios": "0.5", "fleet": "unlimited"}

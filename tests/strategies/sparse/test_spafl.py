@@ -240,11 +240,16 @@ def test_initial_models_have_a_digest_of_their_own() -> None:
     assert same(built, {name: value.numpy() for name, value in initial_state(model, 1)})
 
 
-@pytest.mark.parametrize(("every", "num_rounds"), [(0, 3), (1, 2), (3, 4)])
-def test_forms_predict_what_they_take_and_count_what_they_execute(tmp_path: Path, every: int, num_rounds: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "num_rounds", "optimiser"), [(0, 3, "sgd"), (1, 2, "sgd"), (3, 4, "sgd"), (3, 4, "adam")]
+)
+def test_forms_predict_what_they_take_and_count_what_they_execute(
+    tmp_path: Path, every: int, num_rounds: int, optimiser: str
+) -> None:
     changes = SPAFL | {
         "spafl__masked_every": every,
         "num_rounds": num_rounds,
+        "training__optimiser": optimiser,
         "training__lr": 0.05,
         "spafl__sparsity": 0.1,
         "training__batch_size": 8,
@@ -253,18 +258,22 @@ def test_forms_predict_what_they_take_and_count_what_they_execute(tmp_path: Path
     for client in (c for record in records for c in record["clients"]):
         assert client["status"] == "ok"
         assert 0 < client["measured_peak"] <= client["predicted_peak"]
+    if optimiser != "sgd":  # its thresholds prune too little in four rounds
+        return
     flops = [sum(c["flops"] for c in record["clients"]) for record in records]
     pruned = np.mean([layer["density"] for layer in records[-1]["filters"].values()])
     assert pruned < 0.9
     assert (flops[-1] < 0.95 * flops[0]) == (every != 1)
 
 
-@pytest.mark.parametrize("batch_size", [2, 16])
-def test_going_from_form_to_form_takes_no_more_than_a_masked_step(tmp_path: Path, batch_size: int) -> None:
+@pytest.mark.parametrize(("batch_size", "optimiser"), [(2, "sgd"), (16, "sgd"), (2, "adamw")])
+def test_going_from_form_to_form_takes_no_more_than_a_masked_step(
+    tmp_path: Path, batch_size: int, optimiser: str
+) -> None:
     """Where weights are nearly all that a step takes."""
-    settings = tiny_settings(
-        **SPAFL | {"dataset": f"npz:{few_digits()}", "model": "lenet5", "training__batch_size": batch_size}
-    )
+    rate = {"training__optimiser": optimiser, "training__lr": 0.1 if optimiser == "sgd" else 1e-4}
+    changes = {"model": "lenet5", "training__batch_size": batch_size} | rate
+    settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}"} | changes)
     plain = build_blueprint("lenet5", num_classes=10, input_shape=(1, 32, 32))
     whole = mask_model(
         plain, settings.of(SpaFLSettings).straight_through, silent=settings.of(SpaFLSettings).silent_norms
