@@ -102,8 +102,8 @@ class SparseTrainer(LocalTrainer):
     the compact form, at the mask of the last masked step, or with 0 of the start of the epoch.
 
     While the compact form is trained, the masked form and its optimiser's state are in the client's store. If the compact form
-    would keep more than WORTH of the parameters, training stays in the masked form, which is then as fast and as small. `macs` are
-    the multiply-accumulates of masked layers in forward passes so far; the layers in training hold their own until the form
+    would keep more than WORTH of the parameters, training stays in the masked form, which is then as fast and as small. `macs`
+    are the multiply-accumulates of masked layers in forward passes so far; the layers in training hold their own until the form
     changes.
     """
 
