@@ -57,6 +57,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "fedpm": EVERY_DEVICE,
     "fedprophet": {"fedprophet.stage-rounds": 1},
+    "fedprox": EVERY_DEVICE,
     "fedrbn": EVERY_DEVICE,
     "fjord": EVERY_DEVICE,
     "jfat": EVERY_DEVICE,

@@ -35,6 +35,7 @@ TABLES = {  # of settings, by name
     "fedet": "piecework.strategies.distillation.fedet.settings:FedETSettings",
     "fedpm": "piecework.strategies.sparse.fedpm.settings:FedPMSettings",
     "fedprophet": "piecework.strategies.cascade.fedprophet.settings:FedProphetSettings",
+    "fedprox": "piecework.strategies.whole.fedprox.settings:FedProxSettings",
     "fedrbn": "piecework.strategies.whole.fedrbn.settings:FedRBNSettings",
     "fjord": "piecework.strategies.width.fjord.settings:FjORDSettings",
     "heterofl": "piecework.strategies.width.heterofl.settings:HeteroFLSettings",
@@ -130,6 +131,12 @@ METHODS = {
         "piecework.strategies.cascade.fedprophet.client",
         replace(FEDPROPHET, advised=3),
         ("fedprophet",),
+    ),
+    "fedprox": Entry(
+        "piecework.strategies.whole.fedprox.server:FedProx",
+        "piecework.strategies.whole.fedprox.client",
+        FEDAVG,
+        ("fedprox",),
     ),
     "fedrbn": Entry(
         "piecework.strategies.whole.fedrbn.server:FedRBN",

@@ -331,14 +331,14 @@ def test_unknown_trainer() -> None:
 
 def test_a_message_alone_has_no_module_imported() -> None:
     """A strategy outside the repository is a module's name, so a client trains only that of its run's configuration."""
-    context = Context(1, 1, {}, RecordDict(), {"strategy": "my_fedprox:FedProx"})
-    require_strategy_of_run("my_fedprox:FedProx", context)
+    context = Context(1, 1, {}, RecordDict(), {"strategy": "my_prox:Prox"})
+    require_strategy_of_run("my_prox:Prox", context)
     require_strategy_of_run("fedavg", context)
     with pytest.raises(ValueError, match="the task is of strategy 'this:s', which is neither"):
         require_strategy_of_run("this:s", context)
-    board = Context(1, 1, {"state-dir": "x"}, RecordDict(), {"strategy": "my_fedprox:FedProx"})
-    with pytest.raises(ValueError, match="the task is of strategy 'my_fedprox:FedProx', which is neither"):
-        require_strategy_of_run("my_fedprox:FedProx", board)
+    board = Context(1, 1, {"state-dir": "x"}, RecordDict(), {"strategy": "my_prox:Prox"})
+    with pytest.raises(ValueError, match="the task is of strategy 'my_prox:Prox', which is neither"):
+        require_strategy_of_run("my_prox:Prox", board)
 
 
 def test_training_learns(tmp_path: Path) -> None:

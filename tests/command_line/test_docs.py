@@ -57,8 +57,8 @@ def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
     assert [device.name for device in load_fleet(str(tmp_path / "mine.toml")).devices] == ["pi"]
 
 
-MODULES = ("my_fedprox", "my_half", "my_smooth", "my_model", "my_data", "run_all")
-FEDPROX = "my_fedprox:FedProx"
+MODULES = ("my_prox", "my_half", "my_smooth", "my_model", "my_data", "run_all")
+PROX = "my_prox:Prox"
 
 
 def python_blocks(name: str) -> list[tuple[str, str]]:
@@ -103,7 +103,7 @@ def test_a_user_does_what_the_page_says(page: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_strategy_of_ones_own_fits_its_step(tmp_path: Path, page: Path) -> None:
     """The task lists the steps of `memory.fit` with the strategy's own loss: a client that has memory for one trains."""
-    asked = TRIO | {"strategy": FEDPROX, "training__local_iterations": 1, "memory__fit": "micro-batch,recompute"}
+    asked = TRIO | {"strategy": PROX, "training__local_iterations": 1, "memory__fit": "micro-batch,recompute"}
     for client in clients_of(run_local(tmp_path, fleet=fleet_json(board=1_100_000), **asked)):
         assert (client["status"], client["step"]) == ("ok", "recomputes 4 atoms")
         assert client["measured_peak"] <= client["predicted_peak"] <= 1_100_000
@@ -116,25 +116,25 @@ def test_commands_know_a_strategy_of_ones_own(tmp_path: Path, page: Path) -> Non
         return CliRunner().invoke(app, [word for each in words for word in each.split()])
 
     plan = "plan --model convnet --dataset digits --json --strategy"
-    own, plain = (json.loads(call(plan, name).stdout) for name in (FEDPROX, "fedavg"))
+    own, plain = (json.loads(call(plan, name).stdout) for name in (PROX, "fedavg"))
     assert own["reference_bytes"] == plain["reference_bytes"]  # a device's budget is a fraction of FedAvg's step
     assert own["modules"][0]["memory_bytes"] > plain["modules"][0]["memory_bytes"]
     few = f"--nodes 2 --output-dir {tmp_path} --set workers=1 --set training.local-iterations=2 --set fleet=unlimited"
-    run = f"run {few} --set strategy={FEDPROX} --set run-name=run --set num-rounds=1 --set fedprox.mu=0.5"
+    run = f"run {few} --set strategy={PROX} --set run-name=run --set num-rounds=1 --set prox.mu=0.5"
     assert call(run).exit_code == 0
     found = RunDir(tmp_path / "run")
-    assert found.settings()["fedprox.mu"] == 0.5
+    assert found.settings()["prox.mu"] == 0.5
     more = "--set num-rounds=2 --set training.lr-rounds=2 --set workers=1"
     assert call(f"run --set resume-from={found.path} {more}").exit_code == 0
     assert len(found.rounds()) == 2
     assert call(f"report {found.path}").exit_code == 0
-    assert "fedprox.mu" in call(f"settings {FEDPROX}").stdout
+    assert "prox.mu" in call(f"settings {PROX}").stdout
     for words, said in (
-        (run.replace("0.5", "-1"), "setting fedprox.mu = -1.0: should be greater than or equal to 0"),
-        (run.replace(".mu", ".nu"), "unknown setting 'fedprox.nu'"),
-        (run.replace(":FedProx", ":FedProxy"), "there is no 'FedProxy' in"),
-        (run.replace("my_fedprox", "my_prox"), "there is no module 'my_prox'"),
-        (run.replace(":FedProx", ":train"), "is no class that derives from Method"),
+        (run.replace("0.5", "-1"), "setting prox.mu = -1.0: should be greater than or equal to 0"),
+        (run.replace(".mu", ".nu"), "unknown setting 'prox.nu'"),
+        (run.replace(":Prox", ":Proxy"), "there is no 'Proxy' in"),
+        (run.replace("my_prox", "my_other"), "there is no module 'my_other'"),
+        (run.replace(":Prox", ":train"), "is no class that derives from Method"),
         (f"{run} --engine ray", "Flower's processes do not have it: use engine = local"),
     ):
         done = call(words)
@@ -183,13 +183,13 @@ def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> Non
     copy = tmp_path / "copy"
     others = shutil.ignore_patterns(".*", "__pycache__", "docs", "tests", "runs")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=others)
-    (code,) = (code for name, code in python_blocks(r"(\w+)\.py") if name == "my_fedprox")
+    (code,) = (code for name, code in python_blocks(r"(\w+)\.py") if name == "my_prox")
     imports, table, loss, train, server = split_at(
-        code, "class FedProxSettings", "def proximal_loss", "def train", "class FedProxCut"
+        code, "class ProxSettings", "def proximal_loss", "def train", "class ProxCut"
     )
-    own = "piecework.strategies.whole.fedprox"
-    found = f"from {own}.settings import FedProxSettings\n"
-    folder = copy / "strategies/whole/fedprox"
+    own = "piecework.strategies.whole.prox"
+    found = f"from {own}.settings import ProxSettings\n"
+    folder = copy / "strategies/whole/prox"
     folder.mkdir()
     (folder / "settings.py").write_text(f"{imports.splitlines()[-3]}\n{table}")
     (folder / "client.py").write_text(f"{imports}{found}{loss}{train}")
@@ -202,29 +202,29 @@ def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> Non
 
     ((_, entry),) = python_blocks(r"(training/methods\.py)")
     add("training/methods.py", "METHODS = {\n", entry)
-    add("training/methods.py", "TABLES = {", f'\n    "fedprox": "{own}.settings:FedProxSettings",')
+    add("training/methods.py", "TABLES = {", f'\n    "prox": "{own}.settings:ProxSettings",')
     subprocess.run([sys.executable, "-m", "benchmarks.defaults"], cwd=copy, check=True)
-    assert "[tool.flwr.app.config.fedprox]\nmu = 0.1\n" in (copy / "pyproject.toml").read_text("utf-8")
+    assert "[tool.flwr.app.config.prox]\nmu = 0.1\n" in (copy / "pyproject.toml").read_text("utf-8")
 
     run = ["run", "--nodes", "2", "--output-dir", str(tmp_path / "runs"), "--set", "num-rounds=1", "--set", "workers=1"]
     run += ["--set", "fleet=unlimited", "--set", "training.local-iterations=2"]
     commands = [
-        ["settings", "fedprox"],
-        [*run, "--set", "strategy=fedavg", "--set", "fedprox.mu=0.2"],
-        [*run, "--set", "strategy=fedprox", "--set", "fedprox.mu=-1"],
-        [*run, "--set", "strategy=fedprox", "--set", "fedprox.mu=0.2", "--set", "run-name=loose"],
-        [*run, "--set", "strategy=fedprox", "--set", "fedprox.mu=20", "--set", "run-name=tight"],
+        ["settings", "prox"],
+        [*run, "--set", "strategy=fedavg", "--set", "prox.mu=0.2"],
+        [*run, "--set", "strategy=prox", "--set", "prox.mu=-1"],
+        [*run, "--set", "strategy=prox", "--set", "prox.mu=0.2", "--set", "run-name=loose"],
+        [*run, "--set", "strategy=prox", "--set", "prox.mu=20", "--set", "run-name=tight"],
     ]
     call = [sys.executable, "-c", IN_THE_COPY, json.dumps(commands)]
     done = subprocess.run(call, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     listed, other, negative, *ran = json.loads(done.stdout.splitlines()[-1])
-    assert "fedprox.mu" in listed[1]
-    assert "it belongs to strategy = fedprox, and strategy is 'fedavg'" in " ".join(other[2].split())
-    assert "setting fedprox.mu = -1" in negative[2]
+    assert "prox.mu" in listed[1]
+    assert "it belongs to strategy = prox, and strategy is 'fedavg'" in " ".join(other[2].split())
+    assert "setting prox.mu = -1" in negative[2]
     assert [each[0] for each in ran] == [0, 0], ran
     loose, tight = (RunDir(tmp_path / "runs" / name) for name in ("loose", "tight"))
-    assert (loose.settings()["strategy"], loose.settings()["fedprox.mu"]) == ("fedprox", 0.2)
+    assert (loose.settings()["strategy"], loose.settings()["prox.mu"]) == ("prox", 0.2)
     assert loose.rounds()[0]["train_loss"] < tight.rounds()[0]["train_loss"]  # with the distance
 
 
@@ -237,22 +237,22 @@ def test_a_strategy_of_ones_own_does_what_the_settings_ask(
         (name, adversarial): run_local(
             tmp_path / f"{name}-{adversarial}", strategy=strategy, training__adversarial=adversarial, **(asked | own)
         )
-        for name, strategy, own in (("fedprox", FEDPROX, {"fedprox__mu": 0.0}), ("fedavg", "fedavg", {}))
+        for name, strategy, own in (("prox", PROX, {"prox__mu": 0.0}), ("fedavg", "fedavg", {}))
         for adversarial in (False, True)
     }
     losses = {key: [record["train_loss"] for record in run.rounds()] for key, run in runs.items()}
     flops = {key: [client["flops"] for client in clients_of(run)] for key, run in runs.items()}
     for adversarial in (False, True):
-        assert losses["fedprox", adversarial] == losses["fedavg", adversarial]
-        assert flops["fedprox", adversarial] == flops["fedavg", adversarial]
-    assert losses["fedprox", True] > losses["fedprox", False]
+        assert losses["prox", adversarial] == losses["fedavg", adversarial]
+        assert flops["prox", adversarial] == flops["fedavg", adversarial]
+    assert losses["prox", True] > losses["prox", False]
     monkeypatch.setattr(
         FedAvg, "can", replace(FedAvg.can, attack="always")
     )  # a system that does nothing else need not say more
-    always = run_local(tmp_path / "always", strategy=FEDPROX, fedprox__mu=0.0, **asked)
+    always = run_local(tmp_path / "always", strategy=PROX, prox__mu=0.0, **asked)
     assert [record["train_loss"] for record in always.rounds()] == losses["fedavg", True]
     assert [client["flops"] for client in clients_of(always)] == flops["fedavg", True]
-    assert flops["fedprox", True] > flops["fedprox", False]
+    assert flops["prox", True] > flops["prox", False]
 
 
 def test_the_documents_name_the_versions_of_flower_that_are_allowed() -> None:

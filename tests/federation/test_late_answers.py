@@ -132,6 +132,7 @@ def test_a_strategy_that_trains_pieces_accepts_late_answers(tmp_path: Path) -> N
 def test_only_strategies_that_average_what_was_trained_of_one_model_accept_them() -> None:
     assert {name for name in METHODS if find_method(name).can.late} == {
         "fedavg",
+        "fedprox",
         "exclusivefl",
         "allsmall",
         "fedepth",

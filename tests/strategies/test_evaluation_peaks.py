@@ -51,6 +51,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "depthfl": (0, {}),
     "exclusivefl": (0, {}),
     "feddrop": (0, {}),
+    "fedprox": (0, {}),
     "fedrolex": (0, {}),
     "fjord": (0, {}),
     "heterofl": (0, {}),
