@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from piecework.models.cascade import Blueprint
+from piecework.models.cascade import Blueprint, Shape
 
 
 @dataclass(frozen=True)
@@ -291,3 +291,38 @@ def channel_axes(blueprint: Blueprint, units: tuple[str, ...] = ()) -> Mapping[s
         arrays = dict(module.named_parameters()) | dict(module.named_buffers())
         found |= {f"{unit}.{name}": follow.axes(array) for name, array in arrays.items()}
     return found
+
+
+class _Forget(torch.nn.Module):
+    """Passes on a tensor of the same shape whose channels are not known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros(x.shape)
+
+
+def input_channels(
+    build: Callable[[], torch.nn.Module], before: Shape, *, without_identities: bool = False
+) -> tuple[dict[str, int], bool]:
+    """Return the layers of a unit that read its input channels, by path with the size of what they read.
+
+    Also returns whether the output has these channels. `before` is the shape of one example at the input. With
+    `without_identities`, what passes an `nn.Identity` is not followed. Raises ValueError for an unsupported layer.
+    """
+    follow = _Follower()
+    with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
+        unit = build().eval()
+        for path, layer in list(unit.named_modules()) if without_identities else ():
+            if path and type(layer) is torch.nn.Identity:
+                unit.set_submodule(path, _Forget())
+        x, channels = torch.zeros(2, *before), follow.new()
+        follow.note(
+            x, [channels if place == (1 if len(before) == 3 else len(before)) else None for place in range(x.dim())]
+        )
+        with follow:
+            out = unit(x)
+    group, found = follow.resolve(channels).group, dict[str, int]()
+    for name, array in [*unit.named_parameters(), *unit.named_buffers()]:
+        for axis, size in zip(follow.axes(array), array.shape, strict=True):
+            if axis is not None and axis.group == group:
+                found[name.rpartition(".")[0]] = size
+    return found, any(axis is not None and axis.group == group for axis in follow.axes(out))

@@ -22,6 +22,7 @@ from piecework.models.mix import Mix
 from piecework.models.nested_norms import NestedNorms
 from piecework.models.static_norms import with_statistics
 from piecework.models.supermask import Supermask
+from piecework.models.wide_prefix import WidePrefix
 from piecework.models.zoo import MODELS, build_blueprint, model_options
 
 Kind = TypeVar("Kind", bound=Change)
@@ -64,7 +65,7 @@ class Variant:
 VARIANT = TypeAdapter(Variant)
 CHANGES = Kinds[Change]("a variant", SHARED)
 register_change = CHANGES.register
-for kind in (AuxiliaryPooling, BasicLayers, DualNorms, Exits, LowRank, Masks, Mix, NestedNorms, Supermask):
+for kind in (AuxiliaryPooling, BasicLayers, DualNorms, Exits, LowRank, Masks, Mix, NestedNorms, Supermask, WidePrefix):
     register_change(kind)
 
 

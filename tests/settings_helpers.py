@@ -53,6 +53,8 @@ CHOICES = {
     "profl.cohort": "all",
     "profl.freezing": "parameters",
     "profl.frozen-mode": "training",
+    "slt.rounds": "trained",
+    "slt.depth": "one",
     "memory.fit": "recompute",
     "fjord.sampling": "round",
     "fjord.norms": "shared",

@@ -41,6 +41,7 @@ TABLES = {  # of settings, by name
     "heterofl": "piecework.strategies.width.heterofl.settings:HeteroFLSettings",
     "prism": "piecework.strategies.low_rank.prism.settings:PriSMSettings",
     "profl": "piecework.strategies.cascade.profl.settings:ProFLSettings",
+    "slt": "piecework.strategies.cascade.slt.settings:SLTSettings",
     "spafl": "piecework.strategies.sparse.spafl.settings:SpaFLSettings",
     "splitmix": "piecework.strategies.width.splitmix.settings:SplitMixSettings",
 }
@@ -213,6 +214,12 @@ METHODS = {
         "piecework.strategies.cascade.profl.client",
         Capabilities(stages=True, norms="measured"),
         ("profl",),
+    ),
+    "slt": Entry(
+        "piecework.strategies.cascade.slt.server:SLT",
+        "piecework.strategies.cascade.slt.client",
+        Capabilities(stages=True, norms="measured"),
+        ("slt",),
     ),
     "spafl": Entry(
         "piecework.strategies.sparse.spafl.server:SpaFL", "piecework.strategies.sparse.spafl.client", SPAFL, ("spafl",)

@@ -1,1 +1,1 @@
-"""Strategies that train a model block by block: FedProphet, FeDepth, ProFL and DepthFL."""
+"""Strategies that train a model block by block: FedProphet, FeDepth, ProFL, SLT and DepthFL."""

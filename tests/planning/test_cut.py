@@ -178,6 +178,7 @@ REFUSED = {
     "fedprophet": ("lstm-imdb",),  # tokens cannot be attacked
     "fedrbn": ("cnn-femnist", "deit-tiny", "lenet5", "lstm-imdb", "vit"),  # no batch norm
     "local": ("lstm-imdb",),
+    "slt": ("deit-tiny", "vit"),  # encoders add narrow features to wide ones
     "spafl": ("lstm-imdb",),
 }
 

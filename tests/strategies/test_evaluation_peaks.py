@@ -58,6 +58,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "local": (0, {}),
     "origdrop": (0, {}),
     "profl": (0, {"profl__stage_rounds": 1}),
+    "slt": (0, {}),
     "spafl": (0, {}),
 }
 UNENFORCED = ("fedrbn", "jfat")  # their devices swap

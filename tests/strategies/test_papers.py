@@ -11,7 +11,7 @@ from piecework.commands.settings_list import setting_rows
 from piecework.training.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAPERS = ("fedepth", "fedprophet", "prism", "profl", "spafl")
+PAPERS = ("fedepth", "fedprophet", "prism", "profl", "slt", "spafl")
 EQUATIONS = re.compile(r"Eqs?\. (\d+(?:(?:, | and | to )\d+)*)")
 # Read in the papers: (9) is the loss with strong convexity, (11) epsilon from the measured movement, (12) alpha's steps, (14)
 # memory, (15) FLOPs; SpaFL's (13) moves the weights of a filter whose threshold changed.
@@ -33,6 +33,7 @@ OF_ALGORITHMS = {
     },
     "prism": {"I_c": "2", "LocalTrain": "6", "aggregate": "5"},
     "profl": {"Eq. 1": "1"},
+    "slt": {},
     "spafl": {"move the weights": "13", "lines 8 to 10": "3 to 6, 9, 11, 12", "new thresholds": "7"},
 }
 PLACE = re.compile(r"([\w/]+\.py): ([\w., ]+)")

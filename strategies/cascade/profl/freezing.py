@@ -65,7 +65,7 @@ def has_converged(movements: Sequence[float], policy: Freezing) -> bool:
     return times_below(movements, policy) >= policy.times
 
 
-def rounds_by_parameters(parameters: Sequence[int], rounds: int) -> list[int]:
+def rounds_by_parameters(parameters: Sequence[float], rounds: int) -> list[int]:
     """Return the rounds of each step in proportion to its block's parameters, at least one (ParamAware, a baseline in Table 3).
 
     The largest remainders are rounded up. Raises ValueError for fewer rounds than steps.

@@ -1,0 +1,1 @@
+"""SLT: what the server and the clients do is in server.py and client.py."""
