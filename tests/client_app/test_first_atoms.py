@@ -34,6 +34,7 @@ from piecework.strategies.cascade.profl.client import OUTPUT_LAYER, ProFLTaskCon
 from piecework.training.examples import training_examples
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.messages import Task, TaskConfig
+from piecework.training.setup import blueprint_of_shape
 
 BATCH = 4
 SMALL = {"cnn4": (3, 64, 64), "lstm-imdb": (20,), "preresnet20": (3, 8, 8), "vit": (3, 32, 32)}
@@ -190,6 +191,21 @@ def test_first_atoms_that_must_be_trained(tmp_path: Path, name: str) -> None:
     assert cut.method(cut).parts(0, state(needed), 1.0)
     with pytest.raises(AtomTooLargeError):
         cut.method(cut).parts(0, state(needed - 1), 1.0)
+
+
+def test_the_smallest_budget_of_a_model_narrower_than_its_images() -> None:
+    """The last atom could be given images, but the second, which also fits that budget, has fewer channels than they."""
+    settings = tiny_settings(
+        strategy="fedepth", training__batch_size=BATCH, architecture__width=0.1, architecture__batch_norm="running"
+    )
+    blueprint = blueprint_of_shape(settings, (3, 8, 8), 3)
+    cut = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
+    costs = [cut.needed_bytes(cut.item((atom,))) for atom in range(len(blueprint.atoms))]
+    assert costs[0] > costs[4] > max(costs[1:4])
+    assert cut.min_budget() == costs[0]
+    assert cut.items(costs[0], cut.needed_bytes)[0].atoms == (0,)
+    with pytest.raises(AtomTooLargeError, match="atom 'conv1' needs"):
+        cut.items(costs[0] - 1, cut.needed_bytes)
 
 
 def test_behind_stored_features_under_attack(tmp_path: Path) -> None:

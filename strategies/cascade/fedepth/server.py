@@ -103,10 +103,7 @@ class FeDepthCut(Cut):
         """Return the bytes for the last atom and all indispensable ones; other atoms are excluded if they do not fit."""
         atoms = range(len(self.blueprint.atoms))
         last = self._alone(atoms[-1])
-        if (
-            self.settings.of(FeDepthSettings).sub_problem == "network"
-            or indispensable(self.blueprint, [atoms[-1]]) is None
-        ):
+        if self.settings.of(FeDepthSettings).sub_problem == "network":
             return last
         costs = sorted({last, *(cost for atom in atoms if (cost := self._alone(atom)) > last)})
         kept = (exclude_input_side(atoms, lambda piece: self.needed_bytes(self.item(piece)), cost) for cost in costs)
