@@ -124,6 +124,21 @@ def _fused_sgd(args: tuple[Any, ...]) -> int:
     return max((_bytes(gradient) for gradient in args[1] if not gradient.is_contiguous()), default=0)
 
 
+def _resize(args: tuple[Any, ...]) -> int:
+    """Return the bytes of one edge's weights and their tables, and of images with a new width and their old height.
+
+    An edge that keeps its length is left out.
+    """
+    x, size = args[:2]
+    item, changed = (
+        x.element_size(),
+        [(have, want) for have, want in zip(x.shape[2:], size, strict=True) if have != want],
+    )
+    weights = [(32 + item * (2 * max(1, math.ceil(have / want)) + 1)) * want for have, want in changed]
+    between = item * math.prod(x.shape[:3]) * size[1] if len(changed) > 1 else 0
+    return between + max(weights, default=0)
+
+
 # Bytes that an operator allocates besides what it reads and returns, from its arguments.
 WORKSPACE: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     torch.ops.aten.convolution.default: _convolution,
@@ -133,6 +148,7 @@ WORKSPACE: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     torch.ops.aten.mkldnn_rnn_layer.default: _lstm_forward,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
     torch.ops.aten._fused_sgd_.default: _fused_sgd,
+    torch.ops.aten._upsample_bilinear2d_aa.default: _resize,
 }
 
 

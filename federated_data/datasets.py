@@ -73,6 +73,8 @@ class ArrayDataset:
     statistics of the training pixels: of pixel / 255 for uint8, of the values themselves for float32; tokens have none.
     `groups`, (N,) int64 or None, are the owners of the training examples. `class_names`, by label, are empty if unknown.
 
+    Images are resized to `image_size` x `image_size` pixels when they are read, unless that is 0.
+
     `export` is None, or describes how `piecework export-data` made this part of a set: `client` (None = the server's part),
     `clients`, `examples` (of the whole training set, to which `mean` and `std` also refer), and `settings` of the partition.
     """
@@ -89,6 +91,7 @@ class ArrayDataset:
     groups: NDArray[np.int64] | None = None
     vocabulary: int = 0
     class_names: tuple[str, ...] = ()
+    image_size: int = 0
 
     @property
     def examples(self) -> int:
@@ -96,10 +99,15 @@ class ArrayDataset:
         return len(self.labels) if self.export is None else int(self.export["examples"])
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        """(C, H, W) of one image, or (length,) of a text."""
+    def stored_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of one image on disk, or (length,) of a text."""
         _, *axes = self.inputs.shape
         return (axes[2], axes[0], axes[1]) if len(axes) == 3 else tuple(axes)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of one image as it is read, or (length,) of a text. Raises DatasetError."""
+        return resized_shape(self.stored_shape, self.image_size)
 
 
 # Published sets, so that plans do not need their files: (C, H, W) or (length,), classes, training examples.
@@ -189,6 +197,17 @@ def load(directory: Path, verify: bool = False) -> ArrayDataset:
         vocabulary=meta.get("vocabulary", 0),
         class_names=tuple(meta.get("class_names", ())),
     )
+
+
+def resized_shape(shape: tuple[int, ...], image_size: int) -> tuple[int, ...]:
+    """Return the shape (C, H, W) of an image at `data.image-size`, 0 = its own. Raises DatasetError for other examples."""
+    if not image_size:
+        return shape
+    if len(shape) != 3:
+        raise DatasetError(
+            f"data.image-size = {image_size}: examples of shape {shape} are no images and cannot be resized; set it to 0"
+        )
+    return shape[0], image_size, image_size
 
 
 def set_name(name: str) -> str:

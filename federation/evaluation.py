@@ -23,6 +23,7 @@ from piecework.training.memory_cap import keep_heap_loose, return_free_memory
 from piecework.training.randomness import generator, integer
 from piecework.training.scoring import predictions
 from piecework.training.settings import Settings
+from piecework.training.setup import scale_pixels
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Evaluator:
     ) -> AutoAttackResult:
         """Run AutoAttack on that many test images; `epsilon` is in pixels of [0, 1]. Raises SettingsError, ValueError."""
         model, rows = self._fill(arrays, atoms, head), self._choose_rows(images)
-        pixels = torch.tensor(self.data.test_inputs[rows]).permute(0, 3, 1, 2).float().div_(255)
+        pixels = as_inputs(self.data.test_inputs[rows], scale_pixels(self.data, "unit")).clamp_(0, 1)
         on_pixels = OnPixels(model.logits, model.units().values(), self.data.mean, self.data.std)
         labels, seed = torch.tensor(self.data.test_labels[rows]), integer(self.seed, "autoattack")
         model.set_attacked(True)

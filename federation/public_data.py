@@ -40,7 +40,7 @@ def _own(settings: Settings, data: ArrayDataset) -> Examples:
     # With an export, data-dir is a part of it, which holds no other data.
     folder = "" if data.export is not None else settings.data_dir
     prepare(settings.data.public, data_dir=folder, cache_dir=default_cache(), download=settings.data.download)
-    own = open_dataset(settings.data.public, folder)
+    own = open_dataset(settings.data.public, folder, image_size=settings.data.image_size)
     if (own.input_shape, own.inputs.dtype, own.vocabulary) != (data.input_shape, data.inputs.dtype, data.vocabulary):
         raise ValueError(
             f"data.public = {settings.data.public!r} holds {own.inputs.dtype} of shape {own.input_shape}, data set "

@@ -59,6 +59,7 @@ class Blueprint:
     options: tuple[tuple[str, str | int], ...] = ()
     initialisation: str = "default"  # of `initial_state`, or kaiming-normal
     auxiliary_pool: str = "authors"  # the pooling before an `auxiliary_head`
+    stored_shape: Shape = ()  # of an image on disk, if images are resized to `input_shape` when they are read
 
     @property
     def feature_shape(self) -> Shape:

@@ -77,7 +77,8 @@ def unit_signature(blueprint: Blueprint, unit: str) -> Hashable:
         return "head", _call(blueprint.build_head), blueprint.feature_shape
     atom = int(index)
     if kind == "atoms":
-        return "atom", _call(blueprint.atoms[atom].build), blueprint.shape_before(atom), blueprint.vocabulary
+        read = blueprint.vocabulary, blueprint.stored_shape
+        return "atom", _call(blueprint.atoms[atom].build), blueprint.shape_before(atom), *read
     return kind, blueprint.atoms[atom].shape, blueprint.num_classes, blueprint.batch_norm, blueprint.auxiliary_pool
 
 

@@ -41,6 +41,7 @@ class _Inputs(_Table):
     std: list[Divisor]
     vocabulary: Annotated[int, Field(ge=0, le=2**31 - 1)]
     class_names: list[str]
+    resized_from: Annotated[list[Edge], Field(max_length=3)] = []
 
 
 class _Described(_Table):
@@ -61,6 +62,10 @@ class _Described(_Table):
         for key in ("mean", "std"):
             if len(shape) == 3 and len(getattr(inputs, key)) not in (1, shape[0]):
                 raise ValueError(f"inputs.{key} has {len(getattr(inputs, key))} values, and images {shape[0]} channels")
+        if (stored := inputs.resized_from) and (len(stored) != 3 or stored[:1] != shape[: len(shape) - 2]):
+            raise ValueError(
+                f"inputs.resized_from = {stored}: images of model.input_shape = {shape} cannot come from it"
+            )
         return self
 
 

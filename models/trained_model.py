@@ -21,6 +21,7 @@ from piecework.models.cascade import Blueprint, Cascade, isolate_rng
 from piecework.models.depth_exits import ExitCascade
 from piecework.models.dual_norm import begin_adversarial, use
 from piecework.models.model_file import ModelFileError, description, require_loadable
+from piecework.models.resizing import resize
 from piecework.models.variant import Variant, vary
 from piecework.models.zoo import build_blueprint
 
@@ -41,7 +42,8 @@ class TrainedModel(nn.Module):
 
     It takes raw images [B, C, H, W]: uint8 from 0 to 255, or floats equal to pixels / 255 in [0, 1], as torchvision's
     `ToTensor` makes them. A model trained on floats takes floats at their own scale; a text model takes tokens [B, length].
-    With `normalise=False` images must be standardised already.
+    With `normalise=False` images must be standardised already. A model that was trained on resized images (`data.image-size`)
+    takes them at their new size, `input_shape`, and resizes images of the data set's own size, `resized_from`.
 
     `network` is the model alone and `class_names` are the names of its classes. `depends_on_batch` says whether the prediction
     for an example depends on the others of its batch (`architecture.batch-norm = batch`).
@@ -55,6 +57,7 @@ class TrainedModel(nn.Module):
         self.network, self.normalise = network, normalise
         inputs, model = description["inputs"], description["model"]
         self.input_shape, self.num_classes = tuple(model["input_shape"]), int(model["num_classes"])
+        self.resized_from = tuple(inputs.get("resized_from", ()))
         self.pixels = str(inputs["dtype"])
         self.vocabulary = int(inputs["vocabulary"])
         self.class_names = tuple(inputs["class_names"]) or tuple(map(str, range(self.num_classes)))
@@ -70,18 +73,25 @@ class TrainedModel(nn.Module):
 
         Raises ValueError for another shape, or for floats that are not pixels in [0, 1].
         """
-        if tuple(images.shape[1:]) != self.input_shape:
-            raise ValueError(
-                f"images have shape {tuple(images.shape)}: this model takes [B, {', '.join(map(str, self.input_shape))}]"
-            )
+        if tuple(images.shape[1:]) not in self._taken:
+            taken = " or ".join(f"[B, {', '.join(map(str, shape))}]" for shape in self._taken)
+            raise ValueError(f"images have shape {tuple(images.shape)}: this model takes {taken}")
         if not len(images):
             raise ValueError("there are no images: the batch is empty")
         if not self.normalise and not self.vocabulary and not images.is_floating_point():
             raise ValueError(
                 f"images are {images.dtype}: with normalise=False they must be floats, standardised already"
             )
-        logits: Tensor = self.network(self._scale(images) if self.normalise else images)
+        logits: Tensor = self.network(self._scale(images) if self.normalise else self._resize(images))
         return logits
+
+    @property
+    def _taken(self) -> list[tuple[int, ...]]:
+        """The shapes of an example that the model takes."""
+        return [self.input_shape, *filter(None, [self.resized_from])]
+
+    def _resize(self, images: Tensor) -> Tensor:
+        return images if tuple(images.shape[1:]) == self.input_shape else resize(images, self.input_shape[1:])
 
     def _scale(self, images: Tensor) -> Tensor:
         if self.vocabulary:
@@ -89,14 +99,14 @@ class TrainedModel(nn.Module):
         if images.dtype == torch.uint8:
             if self.pixels != "uint8":
                 raise ValueError(f"images are uint8: this model was trained on {self.pixels} values at their own scale")
-            x = images.float().div_(255)
+            x = self._resize(images.float()).div_(255)
         elif self.pixels == "uint8" and not (images.min() >= -OUTSIDE and images.max() <= 1 + OUTSIDE):  # nor NaN
             raise ValueError(
                 f"images are {images.dtype} from {images.min():.4g} to {images.max():.4g}: floats are pixels / 255, in [0, 1]. "
                 "Give uint8, divide by 255, or load the model with normalise=False where they are standardised already"
             )
         else:
-            x = images.float().clone()
+            x = self._resize(images.float()).clone()
         x = x.contiguous(memory_format=torch.channels_last)
         return x.sub_(self.mean).div_(self.std)
 
@@ -124,11 +134,12 @@ class TrainedModel(nn.Module):
             images = self._stack(images)
         x = images if isinstance(images, Tensor) else torch.tensor(images)
         if len(self.input_shape) == 3:
-            grey = self.input_shape[0] == 1 and x.shape[-2:] == self.input_shape[1:]  # perhaps without a channel
+            spaces = [shape[1:] for shape in self._taken]
+            grey = self.input_shape[0] == 1 and x.shape[-2:] in spaces  # perhaps without a channel
             if isinstance(images, np.ndarray):
                 x = x.unsqueeze(-1) if grey else x
                 x = x.movedim(-1, -3) if x.dim() >= 3 else x
-            elif grey and x.shape[-3:] != self.input_shape:
+            elif grey and x.shape[-3:] not in self._taken:
                 x = x.unsqueeze(-3)
         return x.unsqueeze(0) if x.dim() == len(self.input_shape) else x
 

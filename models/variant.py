@@ -92,7 +92,7 @@ def rebuild(model: Blueprint, variant: Variant) -> Blueprint:
         known = model_options(variant.architecture)
         options = {key: value for key, value in options.items() if key in known}
     with narrow_models(variant.width if variant.rounding == "up" else 1.0):
-        return build_blueprint(
+        found = build_blueprint(
             variant.architecture or model.zoo_name,
             num_classes=model.num_classes,
             input_shape=model.input_shape,
@@ -101,3 +101,4 @@ def rebuild(model: Blueprint, variant: Variant) -> Blueprint:
             initialisation=model.initialisation,
             **options,
         )
+    return replace(found, stored_shape=model.stored_shape)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from piecework.device_profiles.memory import FlopCount, PeakMemory, StepCost, trace
-from piecework.models.cascade import Blueprint, outputs
+from piecework.models.cascade import Blueprint, can_fit, kept_places, outputs
 from piecework.models.partition import Piece
+from piecework.models.resizing import resize_one
 from piecework.models.static_norms import measure_norms
 from piecework.planning.now import tracing
 from piecework.planning.part import Part
@@ -158,8 +159,11 @@ def stream_cost(
 
 
 def read_batch(blueprint: Blueprint, atom: int, batch_size: int, *, rounded: bool) -> Tensor:
-    """Return `fake_batch` as it is read: images from bytes, and `rounded` features from bfloat16, which both take memory."""
-    if (atom == 0 and blueprint.vocabulary) or (atom and not rounded):
+    """Return `fake_batch` as it is read: images from bytes, and `rounded` features from bfloat16, which both take memory.
+
+    `fake_batch` has resized images as they are read.
+    """
+    if (atom == 0 and (blueprint.vocabulary or blueprint.stored_shape)) or (atom and not rounded):
         return fake_batch(blueprint, atom, batch_size)
     return fake_batch(blueprint, atom, batch_size, torch.bfloat16 if atom else torch.uint8).float()
 
@@ -186,9 +190,16 @@ def fake_batch(blueprint: Blueprint, atom: int | None, batch_size: int, kind: to
     """Return an input batch of an atom, or of the head if `atom` is None, in the format of `Examples`, with values of a `kind`.
 
     Images and feature maps are [B, H, W, C] in memory, viewed as [B, C, H, W]. Other inputs are [B, ...]: features, or tokens.
+    If images are resized, this takes the memory of reading them, also for an atom that is given images because those before it
+    are left out.
     """
     shape = blueprint.feature_shape if atom is None else blueprint.shape_before(atom)
     if len(shape) == 3:
-        return torch.empty(batch_size, *shape[1:], shape[0], dtype=kind).permute(0, 3, 1, 2)
+        batch = torch.empty(batch_size, *shape[1:], shape[0], dtype=kind)
+        if blueprint.stored_shape and atom is not None and can_fit(blueprint.input_shape, shape):
+            size = blueprint.input_shape[1:]
+            places = [kept_places(have, want) for have, want in zip(size, shape[1:], strict=True)]
+            resize_one(batch, blueprint.stored_shape, size, places)
+        return batch.permute(0, 3, 1, 2)
     tokens = atom == 0 and blueprint.vocabulary > 0
     return torch.empty(batch_size, *shape, dtype=torch.int64 if tokens else kind)

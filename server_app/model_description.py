@@ -4,6 +4,7 @@ from typing import Any
 
 from piecework.federated_data.datasets import ArrayDataset, set_name
 from piecework.models.model_file import FORMAT
+from piecework.training.examples import is_resized
 from piecework.training.settings import Settings
 
 
@@ -26,6 +27,7 @@ def describe_model(settings: Settings, data: ArrayDataset) -> dict[str, Any]:
             "std": list(data.std),
             "vocabulary": data.vocabulary,
             "class_names": list(data.class_names),
+            "resized_from": list(data.stored_shape) if is_resized(data) else [],
         },
         "settings": settings.to_run_config(),
     }

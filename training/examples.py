@@ -1,6 +1,6 @@
 """A client's examples, read in batches: rows of a data set, or features of them from its store."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.models.cascade import Shape, kept_places, padding
+from piecework.models.resizing import resize_into
 from piecework.training.accelerator import CPU, to_device
 
 PADDING = 4  # pixels, of the random crop
+WHOLE = (slice(None), slice(None))  # all rows and columns
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,19 @@ def _examples(
     channels, *spatial = shape or data.input_shape
     places = [kept_places(have, want) for have, want in zip(data.input_shape[1:], spatial, strict=True)]
 
-    def read(positions: np.ndarray) -> Tensor:
-        chosen = rows[positions]
+    def copy(positions: np.ndarray, *places: slice) -> np.ndarray:
         if augmentation is not None:
-            return _copy_images(augmentation.read(inputs, chosen, positions, places[0], places[1]), data, channels)
-        taken = inputs[(slice(None), *places)][chosen]
-        return _copy_tokens(taken) if data.vocabulary else _copy_images(taken, data, channels)
+            return augmentation.read(inputs, rows[positions], positions, *places)
+        taken: np.ndarray = inputs[(slice(None), *places)][rows[positions]]
+        return taken
+
+    def read(positions: np.ndarray) -> Tensor:
+        if data.vocabulary:
+            return _copy_tokens(copy(positions))
+        if is_resized(data):
+            images = (copy(position)[0] for position in np.split(positions, len(positions)))
+            return _resize_images(images, len(positions), data, channels, places)
+        return _copy_images(copy(positions, *places), data, channels)
 
     return Examples(
         read,
@@ -141,14 +150,25 @@ def _examples(
     )
 
 
+def is_resized(data: ArrayDataset) -> bool:
+    """Return whether images have another size on disk than as they are read."""
+    return data.input_shape != data.stored_shape
+
+
 def as_inputs(rows: np.ndarray, data: ArrayDataset) -> Tensor:
-    """Convert rows of a data set to a model's input: normalised images, or tokens [B, length], int64."""
+    """Convert rows of a data set to a model's input: normalised images of its size, or tokens [B, length], int64."""
     return _copy_tokens(np.array(rows)) if data.vocabulary else normalise(rows, data)
 
 
 def normalise(images_BHWC: np.ndarray, data: ArrayDataset) -> Tensor:
-    """Return normalised float images [B, C, H, W], in channels-last memory because that is their layout on disk."""
-    return _copy_images(np.array(images_BHWC), data, images_BHWC.shape[-1])
+    """Return normalised float images [B, C, H, W], in channels-last memory because that is their layout on disk.
+
+    They are resized if the data set's are.
+    """
+    channels = images_BHWC.shape[-1]
+    if is_resized(data):
+        return _resize_images(map(np.array, images_BHWC), len(images_BHWC), data, channels, WHOLE)
+    return _copy_images(np.array(images_BHWC), data, channels)
 
 
 # The functions below turn arrays that have no other owner into tensors without a copy. The accounting counts such a tensor from
@@ -165,13 +185,38 @@ def _copy_images(images_BHWC: np.ndarray, data: ArrayDataset, channels: int) -> 
     if channels == pixels.shape[-1]:
         x = own = pixels.float()
     else:
-        before, _ = padding(pixels.shape[-1], channels)
         x = torch.zeros(*pixels.shape[:-1], channels)
-        own = x[..., before : before + pixels.shape[-1]].copy_(pixels)
-    if pixels.dtype == torch.uint8:
-        own.div_(255)
-    own.sub_(torch.tensor(data.mean)).div_(torch.tensor(data.std))
+        own = _own_channels(x, pixels.shape[-1]).copy_(pixels)
+    _scale(own, data)
     return x.permute(0, 3, 1, 2)
+
+
+def _resize_images(
+    images: Iterable[np.ndarray], count: int, data: ArrayDataset, channels: int, places: Sequence[slice]
+) -> Tensor:
+    """Do as `_copy_images` with images[h, w, C] that are resized one by one, so that only one has another size in memory.
+
+    Only `places`, rows and columns of the new size, are kept.
+    """
+    own_channels, *size = data.input_shape
+    x = torch.zeros(count, *(len(range(edge)[kept]) for edge, kept in zip(size, places, strict=True)), channels)
+    own = _own_channels(x, own_channels)
+    for number, image in enumerate(images):
+        resize_into(own[number], torch.from_numpy(image), size, places)
+    _scale(own, data)
+    return x.permute(0, 3, 1, 2)
+
+
+def _own_channels(x_BHWC: Tensor, channels: int) -> Tensor:
+    """Return the view of an image's `channels`, between those that `fit_features` adds."""
+    before, _ = padding(channels, x_BHWC.shape[-1])
+    return x_BHWC[..., before : before + channels]
+
+
+def _scale(own_BHWC: Tensor, data: ArrayDataset) -> None:
+    if data.inputs.dtype == np.uint8:
+        own_BHWC.div_(255)
+    own_BHWC.sub_(torch.tensor(data.mean)).div_(torch.tensor(data.std))
 
 
 def feature_examples(features: np.ndarray, labels: np.ndarray) -> Examples:

@@ -11,7 +11,15 @@ from typing import Literal
 
 import numpy as np
 
-from piecework.federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name
+from piecework.federated_data.datasets import (
+    ArrayDataset,
+    DatasetError,
+    default_cache,
+    load,
+    prepare,
+    resized_shape,
+    set_name,
+)
 from piecework.federated_data.partition import partition_rows
 from piecework.federated_data.personal import client_test_rows
 from piecework.models.cascade import Blueprint, Shape
@@ -25,17 +33,25 @@ PixelScale = Literal["normalised", "unit", "raw"]
 
 
 @lru_cache(maxsize=4)
-def open_dataset(name: str, data_dir: str, pixel_scale: PixelScale = "normalised") -> ArrayDataset:
+def open_dataset(name: str, data_dir: str, pixel_scale: PixelScale = "normalised", image_size: int = 0) -> ArrayDataset:
     """Load the converted data set, which the server or the launcher converted before the first task.
 
-    Raises DatasetError for a pixel scale other than normalised if the data are not 8-bit images.
+    Raises DatasetError for a pixel scale other than normalised if the data are not 8-bit images, and for an image size if
+    they are not images.
     """
-    return scale_pixels(load(prepare(name, data_dir=data_dir, cache_dir=default_cache())), pixel_scale)
+    data = load(prepare(name, data_dir=data_dir, cache_dir=default_cache()))
+    return scale_pixels(resize_images(data, image_size), pixel_scale)
 
 
 def dataset_of(settings: Settings) -> ArrayDataset:
-    """Load the data set of a run, whose pixels have the scale of its settings. Raises DatasetError."""
-    return open_dataset(settings.dataset, settings.data_dir, settings.data.pixel_scale)
+    """Load the data set of a run, whose images have the size and the scale of its settings. Raises DatasetError."""
+    return open_dataset(settings.dataset, settings.data_dir, settings.data.pixel_scale, settings.data.image_size)
+
+
+def resize_images(data: ArrayDataset, image_size: int) -> ArrayDataset:
+    """Return a data set whose images are read at another size; 0 = their own. Raises DatasetError if it has no images."""
+    resized_shape(data.stored_shape, image_size)
+    return replace(data, image_size=image_size)
 
 
 def scale_pixels(data: ArrayDataset, pixel_scale: PixelScale) -> ArrayDataset:
@@ -132,7 +148,7 @@ def check_partition(settings: Settings, data: ArrayDataset) -> None:
 
 def open_own(folder: Path, settings: Settings, client: int, clients: int) -> ArrayDataset:
     """Open a node's own data. Raises DatasetError if they are another client's, or were exported for another run."""
-    data = scale_pixels(load(folder), settings.data.pixel_scale)
+    data = scale_pixels(resize_images(load(folder), settings.data.image_size), settings.data.pixel_scale)
     check_export(settings, data, client, clients)
     return data
 
@@ -167,7 +183,7 @@ def check_export(settings: Settings, data: ArrayDataset, client: int | None, cli
 
 def blueprint_for(settings: Settings, data: ArrayDataset) -> Blueprint:
     """Return the model of a run, not built yet. Raises DatasetError if the data have tokens unknown to it."""
-    blueprint = blueprint_of_shape(settings, data.input_shape, data.num_classes)
+    blueprint = blueprint_of_shape(settings, data.stored_shape, data.num_classes)
     if data.vocabulary > blueprint.vocabulary:
         raise DatasetError(
             f"data set {data.name} has tokens up to {data.vocabulary - 1}, but {settings.model} knows them only up to "
@@ -176,9 +192,10 @@ def blueprint_for(settings: Settings, data: ArrayDataset) -> Blueprint:
     return blueprint
 
 
-def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int) -> Blueprint:
-    """Return the model of a run, as it is trained, for examples of this shape."""
-    return build_blueprint(
+def blueprint_of_shape(settings: Settings, stored_shape: Shape, num_classes: int) -> Blueprint:
+    """Return the model of a run, as it is trained, for examples of this shape on disk. Raises DatasetError."""
+    input_shape = resized_shape(stored_shape, settings.data.image_size)
+    blueprint = build_blueprint(
         settings.model,
         num_classes=num_classes,
         input_shape=input_shape,
@@ -187,6 +204,7 @@ def blueprint_of_shape(settings: Settings, input_shape: Shape, num_classes: int)
         initialisation=settings.training.initialisation,
         **settings.architecture.parse_options(),
     )
+    return blueprint if input_shape == stored_shape else replace(blueprint, stored_shape=stored_shape)
 
 
 def training_config_for(settings: Settings, lr: float) -> TrainingConfig:

@@ -70,7 +70,7 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
     return {
         "strategy": settings.strategy,
         "model": settings.model,
-        "input_shape": list(question.input_shape),
+        "input_shape": list(blueprint.input_shape),
         "classes": question.num_classes,
         "batch_size": settings.training.batch_size,
         "precision": question.precision,

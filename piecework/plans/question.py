@@ -23,7 +23,7 @@ EXAMPLES = 500  # examples per client if no data set defines them
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """The input of a plan besides settings: shape of an example, classes, a client's training examples, and a budget.
+    """The input of a plan besides settings: shape of an example on disk, classes, a client's training examples, and a budget.
 
     `budget` is as a person writes it (`60MB`, `0.2x`); empty = the minimum in the fleet. `attack_steps` None = as many as the
     method's own training takes.
@@ -88,14 +88,17 @@ def parse_shape(text: str) -> Shape:
 
 
 def data_shape(settings: Settings) -> tuple[Shape, int, int]:
-    """Return shape of an example, classes, training examples; published sets need not exist here. Raises DatasetError."""
+    """Return shape of an example on disk, classes, and training examples. Published sets need not exist here.
+
+    Raises DatasetError.
+    """
     if settings.dataset in PUBLISHED:
         return PUBLISHED[settings.dataset]
     prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download)
     data = dataset_of(settings)
     for remark in label_remarks(data):
         LOG.warning("%s", remark)
-    return data.input_shape, data.num_classes, data.examples
+    return data.stored_shape, data.num_classes, data.examples
 
 
 def budget_bytes(text: str, full: int) -> int:

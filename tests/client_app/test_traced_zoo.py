@@ -3,6 +3,7 @@
 Costs are those of one thread (`training.torch-threads`), the default, which `helpers` sets.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from zoo_helpers import SMALL, blueprint_of, examples_for
 
 from piecework.device_profiles.memory import PeakMemory, trace
+from piecework.models.resizing import resize
 from piecework.models.zoo import MODELS
 from piecework.planning.step_cost import fake_batch, fake_load, piece_cost
 from piecework.training.loop import LocalTrainer, PieceModel, single_loss, start, train_step
@@ -170,6 +172,19 @@ def test_inside_a_convolution(channels, kernel, stride, edge, slack, flattened) 
     gradient = gradient.contiguous() if flattened else gradient
     accounted, seen = inside(lambda: backward(gradient, x, weight, None, *rest, [inputs > 3, True, False]))
     assert 0 <= seen - accounted <= slack
+
+
+SIZES = [((32, 32), (224, 224)), ((224, 224), (32, 48)), ((30, 40), (17, 60)), ((28, 32), (32, 32)), ((9, 9), (9, 9))]
+
+
+@pytest.mark.parametrize(("have", "want"), SIZES, ids=str)
+@pytest.mark.parametrize("images", [1, 3])
+def test_inside_resizing(have, want, images) -> None:
+    x = torch.rand(images, *have, 3).permute(0, 3, 1, 2)
+    accounted, seen = inside(lambda: resize(x, want))
+    assert accounted == seen
+    fake = trace(lambda: resize(torch.empty(images, *have, 3).permute(0, 3, 1, 2), want)).peak_bytes
+    assert fake == 4 * 3 * images * (math.prod(have) + math.prod(want)) + seen
 
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])

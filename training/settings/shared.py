@@ -74,6 +74,9 @@ class DataSettings(Table):
         "normalised",
         "pixels of 8-bit images as the model gets them: with mean 0 and standard deviation 1, from 0 to 1, or from 0 to 255",
     )
+    image_size: Annotated[int, Field(ge=0, le=4096)] = setting(
+        0, "height and width in pixels to which images are resized as they are read; 0 = those of the data set"
+    )
 
 
 class ArchitectureSettings(Table):
