@@ -44,6 +44,8 @@ from piecework.plans.plan import planner_for
 from piecework.plans.question import PlanQuestion, ask
 from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.strategies.cascade.profl.settings import ProFLSettings
+from piecework.strategies.cascade.slt.cut import SLTCut
+from piecework.strategies.cascade.slt.steps import allot
 from piecework.strategies.low_rank.prism.settings import PriSMSettings
 from piecework.training.settings import Settings
 
@@ -217,6 +219,8 @@ def stage_rounds(settings: Settings, cut: Cut) -> list[int]:
     count, own = len(cut.stages), settings.of(ProFLSettings)
     if settings.strategy == "fedprophet":
         return [settings.of(FedProphetSettings).stage_rounds or settings.num_rounds // count] * count
+    if isinstance(cut, SLTCut):
+        return allot(cut.weights, settings.num_rounds)
     if settings.strategy != "profl":
         return [settings.num_rounds]
     twice = own.shrinking

@@ -64,6 +64,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "local": EVERY_DEVICE,
     "orthdrop": EVERY_DEVICE,
     "profl": {"profl.stage-rounds": 1},
+    "slt": {"num-rounds": 6},  # one for each step
     "spafl": EVERY_DEVICE,
 }
 PERSONAL = ("local", "spafl")  # their clients evaluate in any case

@@ -60,6 +60,7 @@ OWN = {
     "fedprophet": {"fedprophet.stage-rounds": 1, "attack.steps": 1, "attack.warmup": 0},
     "local": {"evaluation.on-clients-every": 0},
     "profl": {"fleet": "unlimited"},
+    "slt": {"num-rounds": 1000},
     "spafl": {"evaluation.on-clients-every": 0},
     "splitmix": {"splitmix.width-ratio": 0.25},
 }

@@ -401,6 +401,16 @@ def test_the_whole_network_is_trained_if_that_fits_everyone(tmp_path: Path) -> N
         assert one["flops"] == other["flops"]
 
 
+def test_more_fits_with_memory_fit(alike: tuple[RunDir, RecordingGrid], tmp_path: Path) -> None:
+    fitted = run_local(tmp_path, **SMALL | {"fleet": POOR, "memory__fit": "micro-batch,recompute"})
+    first = fitted.rounds()[0]
+    assert first["width"] > alike[0].rounds()[0]["width"]
+    for record in fitted.rounds():
+        for client in record["clients"]:
+            assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+    assert {client["step"] for record in fitted.rounds() for client in record["clients"]} != {""}
+
+
 def test_a_plan_agrees_with_a_run(mixed: tuple[RunDir, RecordingGrid]) -> None:
     run, _ = mixed
     settings = tiny_settings(**SMALL | {"dataset": f"npz:{few_digits()}", "fleet": MIXED})
