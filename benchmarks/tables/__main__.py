@@ -9,11 +9,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.tables import fedepth, fedprophet, prism, profl, sizes, spafl
+from benchmarks.tables import fedepth, fedprophet, presets, prism, profl, sizes, spafl
 from benchmarks.tables.shared import section
 
 TABLES = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
-SECTIONS = (sizes, fedprophet, fedepth, prism, profl, spafl)
+SECTIONS = (sizes, fedprophet, fedepth, prism, profl, spafl, presets)
 
 
 def document() -> str:

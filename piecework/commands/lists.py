@@ -42,11 +42,21 @@ def devices(
 @lists.command()
 def presets(
     word: Annotated[str, typer.Argument(help="only presets that mention this: a strategy, a data set, any word")] = "",
+    paper: Annotated[
+        str, typer.Option(help="a paper's result tables and figures instead, with the preset that runs each row")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """List the shipped presets, which run published settings and our own comparisons, and the purpose of each."""
+    from piecework.commands.papers import paper_list, paper_rows
     from piecework.commands.presets import preset_rows, preset_table
 
+    if paper:
+        if word:
+            raise typer.BadParameter(f"--paper {paper} lists all of its rows: leave {word!r} out", param_hint="WORD")
+        hint = "run a row: piecework run --preset NAME --set .."
+        show(lambda: paper_rows(paper), paper_list, hint, as_json=as_json)
+        return
     show(lambda: preset_rows(word), preset_table, "run one: piecework run --preset NAME", as_json=as_json)
 
 

@@ -187,9 +187,10 @@ def preset_path(preset: str) -> Path:
 
 
 def read_tables(path: Path) -> Scalars:
-    """Return the settings in a TOML file by their keys. Raises SettingsError."""
+    """Return the settings in a TOML file by their keys, without `paper`, the rows that it runs. Raises SettingsError."""
     try:
-        return flat(read_toml(path.read_text(encoding="utf-8")))
+        values = flat(read_toml(path.read_text(encoding="utf-8")))
+        return {key: value for key, value in values.items() if key != "paper"}
     except (ValueError, OSError) as error:  # ValueError: no TOML, or no UTF-8
         raise SettingsError(f"preset {path}: {error}") from None
 

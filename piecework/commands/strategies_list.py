@@ -2,22 +2,26 @@
 
 import re
 import sys
+from collections import defaultdict
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from piecework.commands.options import read_preset
+from piecework.commands.papers import shipped_rows
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS
 
+SHOWN = 2  # published presets of a system in the table
 LINK = re.compile(r"https://[^\s,;)]+[^\s,;).]")
 
 
 def strategy_rows() -> list[dict[str, Any]]:
-    """Return every system: its name (`strategy`), its `family`, what it is `about`, the link of its `paper`, what it
-    `needs`.
+    """Return every system: its name (`strategy`), its `family`, what it is `about`, the link of its `paper`, what it `needs`,
+    and the `presets` that run it in a row of a paper's table.
     """
-    rows = []
+    rows, presets = [], published_presets()
     for name in METHODS:
         strategy = find_method(name)
         can, module = strategy.can, strategy.__module__
@@ -30,9 +34,22 @@ def strategy_rows() -> list[dict[str, Any]]:
                 "paper": paper[0] if paper else "",
                 "needs": "images, which it attacks in training" if can.attack == "always" else "",
                 "caveat": can.caveat,
+                "presets": presets[name],
             }
         )
     return rows
+
+
+def published_presets() -> dict[str, list[str]]:
+    """Return the presets that run a row of a paper by system: its own presets, or others that are given its name."""
+    own, given = defaultdict(list), defaultdict(list)
+    for row in shipped_rows():
+        own[str(read_preset(row.preset)["strategy"])].append(row.preset)
+        for assignment in row.assignments():
+            key, _, value = assignment.partition("=")
+            if key == "strategy":
+                given[value].append(f"{row.preset} --set {assignment}")
+    return defaultdict(list, {name: list(dict.fromkeys(own[name] or given[name])) for name in {*own, *given}})
 
 
 def strategy_table(rows: list[dict[str, Any]]) -> Table:
@@ -41,6 +58,10 @@ def strategy_table(rows: list[dict[str, Any]]) -> Table:
     table.add_column("strategy", no_wrap=True)
     table.add_column("about")
     for row in rows:
-        lines = [row["about"], f"needs {row['needs']}" if row["needs"] else "", row["caveat"], row["paper"]]
+        needs, published = f"needs {row['needs']}" if row["needs"] else "", ", ".join(row["presets"][:SHOWN])
+        if len(row["presets"]) > SHOWN:
+            published += f" and {len(row['presets']) - SHOWN} more"
+        presets = f"published settings: {published}" if published else ""
+        lines = [row["about"], needs, row["caveat"], row["paper"], presets]
         table.add_row(Text(row["strategy"]), Text("\n".join(filter(None, lines))))
     return table

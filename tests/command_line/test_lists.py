@@ -54,6 +54,8 @@ def test_every_strategy_is_listed() -> None:
     assert rows["fedprophet"]["needs"] == "images, which it attacks in training"
     assert rows["feddf"]["caveat"] == "small devices train other models; needs public data"
     assert rows["prism"]["family"] == "low_rank"
+    assert "jfat-caltech" in rows["jfat"]["presets"]
+    assert "profl-vgg11-cifar10 --set strategy=depthfl" in rows["depthfl"]["presets"]  # which has no preset of its own
 
 
 @pytest.mark.parametrize("words", [["settings", "profl"], ["strategies"], ["settings", "--json"]])
