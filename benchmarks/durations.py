@@ -60,6 +60,8 @@ TEST = {
     "cifar10-16": 10_000,
     "cifar100": 10_000,
     "caltech256": 6_400,
+    "femnist": 80_526,
+    "tiny-imagenet": 10_000,
     "imdb": 25_000,
 }
 QUICK = ("evaluation.autoattack-examples=0", "evaluation.every=2", "attack.warmup=0")

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from piecework.device_profiles.documents import abbreviate, read_json
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.user_cache import default_cache
-from piecework.federated_data import caltech, own_sources, sources, texts
+from piecework.federated_data import own_sources, texts
+from piecework.federated_data.catalogue import DATASETS, EMBEDDED, OWN, PUBLISHED, READERS
 from piecework.federated_data.partition import client_class_counts
 from piecework.federated_data.sources import DatasetError, Source
 
 __all__ = [
     "DATASETS",
+    "PUBLISHED",
     "ArrayDataset",
     "DatasetError",
     "client_class_counts",
@@ -35,27 +37,7 @@ __all__ = [
     "write",
 ]
 
-# Each reader takes the folder to read and whether it may download. Those of _OWN are named with a file or a folder.
-DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
-    "digits": sources.digits,
-    "digits32": sources.digits32,
-    "fashion-mnist": sources.fashion_mnist,
-    "cifar10": sources.cifar10,
-    "cifar10-16": sources.cifar10_16,
-    "cifar100": sources.cifar100,
-    "caltech256": caltech.caltech256,
-    "imdb": texts.imdb,
-    "npz": own_sources.npz,
-    "folder": own_sources.folder,
-    "text": texts.text,
-}
-
 _SCHEMA = 1
-_NAMED = ("fashion-mnist", "cifar10", "cifar10-16", "cifar100", "caltech256", "imdb", "folder", "text")
-# What readers did not find in their first versions: data converted without it are converted again.
-READERS = {"npz": ("groups",)} | dict.fromkeys(_NAMED, ("class names",))
-_OWN = ("npz", "folder", "text")
-_EMBEDDED = ("digits", "digits32")  # they come with scikit-learn, not from data-dir
 _FILES = ("train-images.npy", "train-labels.npy", "test-images.npy", "test-labels.npy")
 _GROUPS = "train-groups.npy"
 _META = {"schema": int, "name": str, "num_classes": int, "mean": list, "std": list, "md5": dict}  # of meta.json
@@ -110,19 +92,6 @@ class ArrayDataset:
         return resized_shape(self.stored_shape, self.image_size)
 
 
-# Published sets, so that plans do not need their files: (C, H, W) or (length,), classes, training examples.
-PUBLISHED: Mapping[str, tuple[tuple[int, ...], int, int]] = {
-    "digits": ((1, 8, 8), 10, 1438),
-    "digits32": ((1, 32, 32), 10, 1438),
-    "fashion-mnist": ((1, 28, 28), 10, 60_000),
-    "cifar10": ((3, 32, 32), 10, 50_000),
-    "cifar10-16": ((3, 16, 16), 10, 50_000),
-    "cifar100": ((3, 32, 32), 100, 50_000),
-    "caltech256": ((3, 224, 224), 256, 23_380),
-    "imdb": ((texts.LENGTH,), 2, 25_000),
-}
-
-
 def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False) -> Path:
     """Convert the data set `name` unless `cache_dir` already holds it; returns its folder, for `load`.
 
@@ -132,13 +101,13 @@ def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False
     prepare at the same time. Raises DatasetError, which names what is unknown, missing or damaged.
     """
     kind, colon, where = name.partition(":")
-    if kind not in DATASETS or (kind in _OWN) != bool(where) or (colon and not where):
-        known = [f"{key}:<{'file' if key == 'npz' else 'dir'}>" if key in _OWN else key for key in DATASETS]
+    if kind not in DATASETS or (kind in OWN) != bool(where) or (colon and not where):
+        known = [f"{key}:<{'file' if key == 'npz' else 'dir'}>" if key in OWN else key for key in DATASETS]
         raise DatasetError(f"unknown data set {name!r}; known: {', '.join(known)}{did_you_mean(name, known)}")
     if data_dir and (ready := _ready(name, Path(data_dir).expanduser().resolve())):
         return ready
     root = Path(data_dir).expanduser() if data_dir else cache_dir / "downloads"
-    if kind in _OWN:
+    if kind in OWN:
         root = (Path(data_dir) if data_dir else Path()).expanduser() / Path(where).expanduser()
     root = root.resolve()
     target = cache_dir.resolve() / _folder_name(kind, root)
@@ -229,10 +198,10 @@ def _ready(name: str, folder: Path) -> Path | None:
 
 
 def _folder_name(kind: str, root: Path) -> str:
-    if kind in _EMBEDDED:
+    if kind in EMBEDDED:
         return kind
     key = [str(root), *READERS.get(kind, ())]
-    if kind in _OWN and root.exists():
+    if kind in OWN and root.exists():
         files = {"folder": own_sources.image_files, "text": texts.text_files}.get(kind, lambda file: [file])(root)
         key += [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return f"{kind}-{hashlib.sha256(chr(10).join(key).encode()).hexdigest()[:12]}"

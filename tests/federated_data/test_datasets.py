@@ -201,8 +201,8 @@ def test_a_missing_data_dir_names_the_setting_the_path_and_the_layout(tmp_path, 
 def test_an_unknown_name_lists_all(tmp_path, name):
     with pytest.raises(DatasetError, match="unknown data set") as caught:
         prepare(name, data_dir="", cache_dir=tmp_path)
-    known = "known: digits, digits32, fashion-mnist, cifar10, cifar10-16, cifar100, caltech256, imdb, npz:"
-    assert f"{known}<file>, folder:<dir>, text:<dir>" in str(caught.value)
+    known = "known: digits, digits32, fashion-mnist, cifar10, cifar10-16, cifar100, caltech256, femnist, tiny-imagenet, imdb"
+    assert f"{known}, npz:<file>, folder:<dir>, text:<dir>" in str(caught.value)
 
 
 def test_npz_statistics_and_channels_last(tmp_path):
