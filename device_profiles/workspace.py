@@ -162,4 +162,5 @@ def _lstm_flops(args: tuple[Any, ...]) -> int:
 FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     torch.ops.aten.mkldnn_rnn_layer.default: _lstm_flops,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: lambda args: 2 * _lstm_flops(args),
+    torch.ops.aten._int_mm.default: lambda args: 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1],
 }

@@ -70,6 +70,11 @@ SPAFL = Capabilities(
 WHOLE = "piecework.client_app.whole"
 METHODS = {
     "allsmall": Entry("piecework.strategies.width.allsmall:AllSmall", WHOLE, replace(FEDAVG, advised=4), ("heterofl",)),
+    "cocofl": Entry(
+        "piecework.strategies.whole.cocofl.server:CoCoFL",
+        "piecework.strategies.whole.cocofl.client",
+        Capabilities(adapts=True, fit=False),
+    ),
     "depthfl": Entry(
         "piecework.strategies.cascade.depthfl.server:DepthFL",
         "piecework.strategies.cascade.depthfl.client",

@@ -1,1 +1,1 @@
-"""Systems whose clients train the whole model: FedAvg, ExclusiveFL, jFAT and FedRBN."""
+"""Systems whose clients train the whole model: FedAvg, CoCoFL, ExclusiveFL, jFAT and FedRBN."""

@@ -35,6 +35,7 @@ FEW = 8_000  # bytes, with which no client evaluates
 # The bytes of a client that is short of memory, and the settings. Of those without bytes, clients evaluate what they train.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fedavg": (180_000, {}),
+    "cocofl": (180_000, {}),
     "feddf": (80_000, FAMILY | RUNNING),
     "fedet": (40_000, FAMILY | RUNNING),
     "fedepth": (180_000, RUNNING),

@@ -11,7 +11,7 @@ from piecework.commands.settings_list import setting_rows
 from piecework.training.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAPERS = ("fedepth", "fedprophet", "prism", "profl", "slt", "spafl")
+PAPERS = ("cocofl", "fedepth", "fedprophet", "prism", "profl", "slt", "spafl")
 EQUATIONS = re.compile(r"Eqs?\. (\d+(?:(?:, | and | to )\d+)*)")
 # Read in the papers: (9) is the loss with strong convexity, (11) epsilon from the measured movement, (12) alpha's steps, (14)
 # memory, (15) FLOPs; SpaFL's (13) moves the weights of a filter whose threshold changed.
@@ -24,6 +24,7 @@ OF_SETTINGS = {
     "spafl.importance-update": "13",
 }
 OF_ALGORITHMS = {
+    "cocofl": {},
     "fedepth": {"ClientUpdate": "1"},
     "fedprophet": {
         "adjusts epsilon": "11, 12",

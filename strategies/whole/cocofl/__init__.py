@@ -1,0 +1,1 @@
+"""CoCoFL: what the server and the clients do is in server.py and client.py."""
