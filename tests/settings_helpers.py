@@ -63,6 +63,8 @@ CHOICES = {
     "spafl.importance-update": "off",
     "heterofl.width-ratios": "1,0.5",
     "heterofl.width-rule": "paper",
+    "heterofl.left-out": "0.125",
+    "fedavg.client-weights": "equal",
     "heterofl.client-weights": "examples",
     "feddf.server-optimiser": "adam",
     "engine": "ray",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from piecework.client_app.client import Client, Update
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context
-from piecework.strategies.whole.fedavg import FedAvg
+from piecework.strategies.whole.fedavg.server import FedAvg
 from piecework.training.loop import LocalTrainer, PieceModel
 from piecework.training.messages import Task
 

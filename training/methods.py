@@ -30,6 +30,7 @@ class Entry:
 
 TABLES = {  # of settings, by name
     "depthfl": "piecework.strategies.cascade.depthfl.settings:DepthFLSettings",
+    "fedavg": "piecework.strategies.whole.fedavg.settings:FedAvgSettings",
     "feddf": "piecework.strategies.distillation.feddf.settings:FedDFSettings",
     "fedepth": "piecework.strategies.cascade.fedepth.settings:FeDepthSettings",
     "fedet": "piecework.strategies.distillation.fedet.settings:FedETSettings",
@@ -95,7 +96,7 @@ METHODS = {
         WHOLE,
         replace(FEDAVG, asks="able", advised=5, when_excluded="gets no task"),
     ),
-    "fedavg": Entry("piecework.strategies.whole.fedavg:FedAvg", WHOLE, replace(FEDAVG, advised=1)),
+    "fedavg": Entry("piecework.strategies.whole.fedavg.server:FedAvg", WHOLE, replace(FEDAVG, advised=1), ("fedavg",)),
     "feddf": Entry(
         "piecework.strategies.distillation.feddf.server:FedDF",
         "piecework.strategies.distillation.feddf.client",

@@ -83,10 +83,12 @@ class SGD:
         if self.training_config.clip_norm:
             nn.utils.clip_grad_norm_(self.parameters, self.training_config.clip_norm)
         with_grad = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-        decayed = [i for i in with_grad if id(self.parameters[i]) not in self._undecayed]
-        self._move(decayed, self.training_config.weight_decay)
-        if len(decayed) < len(with_grad):
-            self._move([i for i in with_grad if id(self.parameters[i]) in self._undecayed], 0.0)
+        decayed, undecayed = (
+            [i for i in with_grad if (id(self.parameters[i]) in self._undecayed) == held] for held in (False, True)
+        )
+        for which, weight_decay in ((decayed, self.training_config.weight_decay), (undecayed, 0.0)):
+            if which:
+                self._move(which, weight_decay)
         for parameter in self.parameters:
             parameter.grad = None
         for hook in self._after_step:

@@ -4,7 +4,7 @@ Other clients are never sampled. If no client can train it, there is no result (
 """
 
 from piecework.strategies.resources import ClientResources
-from piecework.strategies.whole.fedavg import FedAvg
+from piecework.strategies.whole.fedavg.server import FedAvg
 from piecework.training.methods import METHODS
 
 

@@ -15,7 +15,7 @@ from piecework.planning.part import Part, whole_model
 from piecework.strategies.method import Round
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.state import StrategyState
-from piecework.strategies.whole.fedavg import FedAvg
+from piecework.strategies.whole.fedavg.server import FedAvg
 from piecework.strategies.width.heterofl.settings import STEPS, HeteroFLSettings
 from piecework.training.capabilities import Refusal
 from piecework.training.methods import METHODS

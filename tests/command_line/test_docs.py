@@ -23,7 +23,7 @@ from piecework.cli import app
 from piecework.device_profiles.fleet import load_fleet
 from piecework.models.zoo import MODELS
 from piecework.server_app.records import RunDir
-from piecework.strategies.whole.fedavg import FedAvg
+from piecework.strategies.whole.fedavg.server import FedAvg
 from piecework.training.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -53,7 +53,7 @@ EXPECTED = {
     ("FedProphet", "Table 7"): {"all modules"},
     ("FedProphet", "Table 8"): {"all modules"},
     ("FeDepth", "Figure 1"): {"WideResNet, DC-Transformer"},
-    ("FeDepth", "Figure 2"): {"sub-networks left out"},
+    ("FeDepth", "Figure 2"): {"all widths", "without x 1/8", "without x 1/4", "without x 1/2", "x 1 alone"},
     ("FeDepth", "Figure 3"): {"two groups of clients"},
     ("FeDepth", "Figure 6"): {"a 14-layer ResNet on MNIST"},
     ("FeDepth", "Figure 7"): {"five clients of each partition"},

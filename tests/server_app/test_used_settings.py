@@ -16,7 +16,7 @@ from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.used_settings import find_unused, require_used
 from piecework.strategies.cascade.profl.settings import ProFLSettings
 from piecework.strategies.low_rank.prism.server import PriSM
-from piecework.strategies.whole.fedavg import FedAvg
+from piecework.strategies.whole.fedavg.server import FedAvg
 from piecework.training.methods import METHODS
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.settings.cases import cases

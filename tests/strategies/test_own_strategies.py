@@ -16,7 +16,7 @@ from piecework.models.change import Change, Origin
 from piecework.models.variant import register_change
 from piecework.server_app.used_settings import find_unused
 from piecework.strategies.low_rank.orthdrop import OrthDrop
-from piecework.strategies.whole.fedavg import FedAvg
+from piecework.strategies.whole.fedavg.server import FedAvg
 from piecework.strategies.width.heterofl.server import HeteroFL
 from piecework.training.capabilities import Refusal
 from piecework.training.loop import single_loss
@@ -87,7 +87,7 @@ def named(cls: type) -> str:
 
 def test_a_child_has_its_parents_client_and_settings(tmp_path: Path) -> None:
     entry = find_entry(named(Child))
-    assert (entry.client, entry.tables) == (__name__, (named(Own),))
+    assert (entry.client, entry.tables) == (__name__, ("fedavg", named(Own)))
     run = run_local(
         tmp_path, **TRIO | {"strategy": named(Child), "own__mu": 0.25, "num_rounds": 1, "fleet": "unlimited"}
     )

@@ -31,7 +31,7 @@ from piecework.planning.part import Part
 from piecework.strategies.method import Received, Round
 from piecework.strategies.sparse.fedpm.client import MASK, ScoredModel
 from piecework.strategies.sparse.fedpm.settings import FedPMSettings
-from piecework.strategies.whole.fedavg import FedAvg
+from piecework.strategies.whole.fedavg.server import FedAvg
 from piecework.training.capabilities import Refusal
 from piecework.training.methods import METHODS
 

@@ -27,7 +27,7 @@ from piecework.models.cascade import Blueprint, Shape, initial_state, unit_of
 from piecework.models.compact import Layout, layout
 from piecework.models.masked import update_from_importance
 from piecework.models.variant import Variant, vary
-from piecework.strategies.sparse.spafl.forms import SparseModel, SparseTrainer, sparse_loss
+from piecework.strategies.sparse.spafl.forms import SparseModel, SparseTrainer, model_class, sparse_loss
 from piecework.strategies.sparse.spafl.settings import SpaFLSettings
 from piecework.training.answers import Metrics
 from piecework.training.loop import PieceModel, load_for_device
@@ -157,7 +157,7 @@ def own_model(client: Client, task_config: SpaFLTaskConfig) -> Path:
 def load(client: Client, folder: Path) -> SparseModel:
     """Load the client's model from a folder."""
     load = load_for_device(client.blueprint, fill_from(client.store, folder), client.device)
-    return SparseModel(client.blueprint, range(len(client.blueprint.atoms)), "head", load)
+    return model_class(client.settings)(client.blueprint, range(len(client.blueprint.atoms)), "head", load)
 
 
 @torch.no_grad()
@@ -166,7 +166,8 @@ def apply_thresholds(model: SparseModel, client: Client) -> None:
     sent = dict(client.store.read([THRESHOLDS]))
     if (client.store.model / f"{CHANGE}.safetensors").is_file():
         sent |= dict(client.store.read([CHANGE]))
-    place, how = 0, client.settings.of(SpaFLSettings).importance_update
+    place, table = 0, client.settings.of(SpaFLSettings)
+    how = "off" if table.frozen_weights else table.importance_update
     for layer in model.layers():
         part = slice(place, place := place + len(layer.tau))
         if how != "off" and CHANGE in sent:

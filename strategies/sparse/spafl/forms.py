@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from piecework.client_app.client import Client
+from piecework.models.cascade import Blueprint
 from piecework.models.compact import (
     Compact,
     Layout,
@@ -28,8 +29,17 @@ from piecework.models.masked import Masked, masked_layers
 from piecework.strategies.sparse.spafl.settings import SpaFLSettings
 from piecework.training.attacks import Loss
 from piecework.training.examples import Examples
-from piecework.training.loop import LocalTrainer, MakeLoss, OptimizerStateStore, PieceModel, classification_loss, start
+from piecework.training.loop import (
+    Load,
+    LocalTrainer,
+    MakeLoss,
+    OptimizerStateStore,
+    PieceModel,
+    classification_loss,
+    start,
+)
 from piecework.training.memory_cap import MemoryCap
+from piecework.training.settings import Settings
 from piecework.training.sgd import TrainingConfig
 
 WORTH = 0.75  # fraction of the parameters; a compact form that keeps more saves next to nothing
@@ -75,6 +85,22 @@ class SparseModel(PieceModel):
             self.units(), layout, empty, kept_parts(self.units(), layout) if parts is None else parts
         )
         return SparseModel(self.blueprint, self.atoms, self.head_unit, compact.units.__getitem__), compact
+
+
+class FrozenSparseModel(SparseModel):
+    """A model of which thresholds alone are trained: its weights have no gradients and no momentum."""
+
+    def __init__(self, blueprint: Blueprint, atoms: Sequence[int], head: str | None, load: Load) -> None:
+        super().__init__(blueprint, atoms, head, load)
+        for module in self.units().values():
+            module.requires_grad_(False)
+        for layer in self.layers():
+            layer.tau.requires_grad_(True)
+
+
+def model_class(settings: Settings) -> type[SparseModel]:
+    """Return the class of the models that a run's clients train (`spafl.frozen-weights`)."""
+    return FrozenSparseModel if settings.of(SpaFLSettings).frozen_weights else SparseModel
 
 
 @cache

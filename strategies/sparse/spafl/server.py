@@ -41,7 +41,7 @@ from piecework.planning.cut import Cut, Stage, Traffic
 from piecework.planning.part import Part
 from piecework.strategies.method import Method, Reading, Received, Round
 from piecework.strategies.sparse.spafl.client import CHANGE, THRESHOLDS, SpaFLTaskConfig, from_words, initial_model
-from piecework.strategies.sparse.spafl.forms import SparseModel, sparse_loss
+from piecework.strategies.sparse.spafl.forms import model_class, sparse_loss
 from piecework.strategies.sparse.spafl.settings import SpaFLSettings
 from piecework.strategies.state import StrategyState
 from piecework.training.capabilities import Refusal
@@ -67,7 +67,9 @@ class SpaFLCut(Cut):
     def plain_part(self, item: WorkItem) -> Part:
         """Return the masked model. Raises ValueError if no layer can be masked."""
         name = "the whole model, masked"
-        return Part(self.model, item.atoms, make_loss=sparse_loss(1.0), name=name, piece_class=SparseModel)
+        return Part(
+            self.model, item.atoms, make_loss=sparse_loss(1.0), name=name, piece_class=model_class(self.settings)
+        )
 
     def min_budget(self) -> int:
         """Return the memory cost (bytes) of the masked model."""
@@ -132,6 +134,11 @@ class SpaFL(Method):
             "with spafl.silent-norms = false pruned filters change the features after their norms, so they cannot be removed; "
             "set it to 1",
             when={"spafl.silent-norms": (False,)},
+        ),
+        Refusal(
+            "spafl.masked-every",
+            "with spafl.frozen-weights = true no weights are trained that could be left out; set it to 1",
+            when={"spafl.frozen-weights": (True,)},
         ),
     )
     cut_class = SpaFLCut

@@ -22,6 +22,10 @@ class SpaFLSettings(Table):
     importance_update: Literal["paper", "authors", "off"] = setting(
         "paper", "Eq. 13: whether the change of thresholds is divided by the inputs or by the kernel's size"
     )
+    frozen_weights: bool = setting(
+        False,
+        "clients train thresholds alone: weights, norms included, stay as they began (Table 1), and Eq. 13 is off",
+    )
     silent_norms: bool = setting(True, "the batch norm of a pruned filter is masked too")
     clamp_thresholds: bool = setting(
         True, "thresholds stay within [0, 1]; false = they may leave it, as in the authors' code"

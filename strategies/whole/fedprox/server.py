@@ -19,7 +19,7 @@ from dataclasses import replace
 from piecework.models.work_item import WorkItem
 from piecework.planning.cut import Cut
 from piecework.planning.part import Part
-from piecework.strategies.whole.fedavg import FedAvg
+from piecework.strategies.whole.fedavg.server import FedAvg
 from piecework.strategies.whole.fedprox.client import proximal_loss
 from piecework.strategies.whole.fedprox.settings import FedProxSettings
 from piecework.training.methods import METHODS

@@ -9,8 +9,9 @@ use the first entries of the widest one's). Each entry is averaged over the clie
 FjORD's nested aggregation. The paper's fleets have clients of full width. In one without, the widest trained net is evaluated
 and saved, with its own norms, as in HeteroFL (serving.py): the server's other channels have random weights that nobody trains.
 
-`fjord.sampling = round` is the version that SpaFL compares with: one ratio is drawn for each client and round, and only that
-net is sent and trained. There is no Scaler. `fjord.distillation` switches self-distillation on.
+With `fjord.sampling = round` one ratio is drawn for each client and round, and only that net is sent and trained. `uniform` is
+the version that SpaFL compares with: the ratio is from U(p_min, p_max). A server prices every net, so a draw stands for the
+middle of one of 32 equal parts. There is no Scaler. `fjord.distillation` switches self-distillation on.
 """
 
 from dataclasses import replace
@@ -34,13 +35,25 @@ from piecework.strategies.width.fjord.client import FjORDTaskConfig, nested_loss
 from piecework.strategies.width.fjord.settings import FjORDSettings
 from piecework.strategies.width.heterofl.server import NO_NORMS_OF_THEIR_OWN, HeteroFL, HeteroFLCut
 from piecework.strategies.width.heterofl.serving import NestedServing
+from piecework.strategies.width.heterofl.settings import HeteroFLSettings
 from piecework.training.messages import TaskConfig
 from piecework.training.methods import METHODS
 from piecework.training.randomness import generator
 
+PARTS = 32  # of the range of a uniform draw
+
 
 class FjORDCut(HeteroFLCut):
     """HeteroFL's cut for nested nets: with self-distillation, a step may run two nets."""
+
+    @cached_property
+    def ratios(self) -> list[float]:
+        """The width ratios of the run, largest first. With `fjord.sampling = uniform`, the middles of PARTS equal parts."""
+        listed = self.settings.of(HeteroFLSettings).ratios()
+        if self.settings.of(FjORDSettings).sampling != "uniform":
+            return listed
+        step = (listed[0] - listed[-1]) / PARTS
+        return [listed[0] - step * (part + 0.5) for part in range(PARTS)] if step else listed
 
     def require_model(self) -> None:
         """Raise ValueError also for batch norms with running statistics, which differ between the nets."""
@@ -117,7 +130,7 @@ class FjORD(HeteroFL):
     scales = False
 
     def assign(self, ctx: Context) -> Assignment:
-        """Return the client's sub-model. With `fjord.sampling = round`, a fitting ratio is drawn by (seed, round, client)."""
+        """Return the client's sub-model. Unless batches draw theirs, a fitting ratio is drawn by (seed, round, client)."""
         widest = self.cut.level_of(ctx.device)
         if self.settings.of(FjORDSettings).sampling == "batch" or ctx.arrays is None:
             return self.assign_level(ctx, widest)

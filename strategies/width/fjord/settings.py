@@ -10,8 +10,10 @@ class FjORDSettings(Table):
 
     name = "fjord"
 
-    sampling: Literal["batch", "round"] = setting(
-        "batch", "when a client draws a width ratio; round = once per round, as in SpaFL's comparison"
+    sampling: Literal["batch", "round", "uniform"] = setting(
+        "batch",
+        "when a client draws a width ratio; round = once per round; uniform: so too, from U(the smallest of "
+        "heterofl.width-ratios, the largest), of which it takes 32 equal parts, as in SpaFL's comparison",
     )
     distillation: bool = setting(
         False, "a client's widest net teaches those within it", case("fjord", fjord__sampling="batch")

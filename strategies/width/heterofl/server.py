@@ -278,7 +278,8 @@ class HeteroFL(Method):
             self.cut.level_of(state)
         self.fitting = self.fitting_levels(fleet)
         if not self.state.widest:
-            self.state.widest = self.cut.ratios[min(self.fitting)]
+            averaged = [level for level in self.fitting if level not in self.left_out]
+            self.state.widest = self.cut.ratios[min(averaged or self.fitting)]
 
     def fitting_levels(self, fleet: ClientResources) -> list[int]:
         """Return the number of each client's ratio in each of the first rounds, without those that have no budget or no data.
@@ -306,9 +307,12 @@ class HeteroFL(Method):
     def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add a client's sub-model to the means of its entries.
 
-        With the class mask, only those rows of the last layer are added whose classes the client has.
+        With the class mask, only those rows of the last layer are added whose classes the client has. Sub-models of a ratio in
+        `heterofl.left-out` are not added.
         """
         assignment = current.assigned[client].assignment
+        if assignment.config.level in self.left_out:
+            return
         assert isinstance(assignment.sends, Kept)
         arrays, indices = dict(update.arrays), dict(assignment.sends.indices())
         if self.cut.masked:
@@ -317,6 +321,12 @@ class HeteroFL(Method):
                 arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
         current.mean.add(arrays, self.weight(update), indices, self.full)
         self.state.widest = max(self.state.widest, self.cut.ratios[assignment.config.level])
+
+    @cached_property
+    def left_out(self) -> set[int]:
+        """The numbers of the ratios whose sub-models are left out of the mean."""
+        left_out = self.settings.of(HeteroFLSettings).left_out_ratios()
+        return {level for level, ratio in enumerate(self.cut.ratios) if ratio in left_out}
 
     def weight(self, update: CheckedUpdate) -> int:
         """Return the weight of an update in the means of its entries."""

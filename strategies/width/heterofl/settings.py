@@ -38,11 +38,26 @@ class HeteroFLSettings(Table):
         case("heterofl", "fedrolex"),
     )
 
+    left_out: str = setting(
+        "",
+        "width ratios whose sub-models are trained but left out of the mean, as in 0.25,0.125 (FeDepth's Figure 2); empty = "
+        "none",
+        case("heterofl", "fedrolex", "feddrop"),
+    )
+
     @model_validator(mode="after")
     def _ratios_are_readable(self) -> Self:
-        """Raise ValueError if they are not."""
-        self.ratios()
+        """Raise ValueError if they are not, or if none is left."""
+        known, left_out = self.ratios(), self.left_out_ratios()
+        if strange := [ratio for ratio in left_out if ratio not in known]:
+            raise ValueError(f"heterofl.left-out = {self.left_out!r}: {strange[0]:g} is not one of the width ratios")
+        if set(known) == set(left_out):
+            raise ValueError(f"heterofl.left-out = {self.left_out!r}: leave at least one width ratio in the mean")
         return self
+
+    def left_out_ratios(self) -> list[float]:
+        """Return the width ratios that are left out of the mean, largest first. Raises ValueError."""
+        return ratios("heterofl.left-out", self.left_out) if self.left_out else []
 
     def ratios(self) -> list[float]:
         """Return the width ratios, largest first: those of `width-ratios`, or all multiples of 1/64. Raises ValueError."""

@@ -488,8 +488,32 @@ def test_a_threshold_far_from_the_others_is_rejected(tmp_path: Path, monkeypatch
             {"spafl__masked_every": 2, "spafl__silent_norms": False},
             "spafl.masked-every = 2: with spafl.silent-norms = false",
         ),
+        (
+            {"spafl__masked_every": 0, "spafl__frozen_weights": True},
+            "spafl.masked-every = 0: with spafl.frozen-weights = true",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_local(tmp_path, **SPAFL | changes)
+
+
+def test_thresholds_alone_are_trained(tmp_path: Path) -> None:
+    """Table 1: weights and norms stay as they began, and take neither gradients nor momentum."""
+    changes = {"num_rounds": 2, "clients_per_round": 0, "training__lr": 0.1}
+    dense = run_local(tmp_path / "trained", **SPAFL | changes)
+    run_dir = run_local(tmp_path / "frozen", **SPAFL | changes | {"spafl__frozen_weights": True})
+    settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}"})
+    initial = {name: value.numpy() for name, value in initial_state(masked_model(settings), settings.seed)}
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    frozen = [name for name in initial if not name.endswith((".tau", *statistics))]
+    assert any("bn" in name for name in frozen)
+    for client in range(3):
+        for model in kept(run_dir, client).values():
+            assert same(model, initial, frozen)
+            assert any(model[name].any() for name in initial if name.endswith(".tau"))
+    assert not same(kept(dense, 0)[1], initial, frozen)
+    for record, other in zip(run_dir.rounds(), dense.rounds(), strict=True):
+        for client, trained in zip(record["clients"], other["clients"], strict=True):
+            assert client["measured_peak"] == client["predicted_peak"] < trained["predicted_peak"]

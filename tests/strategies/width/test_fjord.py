@@ -226,3 +226,22 @@ def test_following_the_channels_is_no_part_of_a_steps_cost(monkeypatch: pytest.M
     channel_axes.cache_clear()
     costs._TRACED.clear()
     assert (nested, cut.cost_model.trace(cut.step(0, 1)).flops) == (alone, again)
+
+
+def test_a_uniform_draw(tmp_path: Path, grids: Callable[..., Any]) -> None:
+    """U(0.4, 0.6), in 32 equal parts: the 16 channels of a convnet become ceil(16 p), which is 7 to 10."""
+    changes = {"fjord__sampling": "uniform", "heterofl__width_ratios": "0.6,0.4"}
+    cut = FjORDCut.__new__(FjORDCut)
+    cut.settings = tiny_settings(**FJORD | changes)
+    assert len(cut.ratios) == 32
+    assert np.allclose(np.diff(cut.ratios), -0.2 / 32)
+    assert (max(cut.ratios), min(cut.ratios)) == (pytest.approx(0.6 - 0.1 / 32), pytest.approx(0.4 + 0.1 / 32))
+    grid = grids()
+    records = run_local(tmp_path, grid, **FJORD | changes | {"num_rounds": 6, "training__local_iterations": 1}).rounds()
+    drawn = [ratio for record in records for ratio in record["width_ratios"].values()]
+    assert len(set(drawn)) > 12
+    sent = [len(arrays_of(m)["atoms.0.conv.weight"]) for m in training(grid.last.sent)]
+    assert set(sent) == {7, 8, 9, 10}
+    assert sorted(sent) == sorted(int(np.ceil(16 * ratio)) for ratio in drawn)
+    for record in records:
+        assert all(each["measured_peak"] == each["predicted_peak"] for each in record["clients"])

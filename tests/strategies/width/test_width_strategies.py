@@ -441,3 +441,30 @@ def test_own_norms_are_trained_on(tmp_path: Path, grids: Any) -> None:
 def test_systems_without_norms_of_their_own(tmp_path: Path, strategy: str) -> None:
     with pytest.raises(ValueError, match=rf"batch-norm = 'local': clients of {strategy} have no norms of their own"):
         run_local(tmp_path, **TRIO | {"strategy": strategy, "architecture__batch_norm": "local"})
+
+
+# ---- sub-models that are left out of the mean
+
+
+def test_sub_models_of_a_ratio_are_left_out_of_the_mean(tmp_path: Path) -> None:
+    """FeDepth's Figure 2: all train, and the model is the mean of the others alone; without any left out, of all."""
+    for left_out, counted in (("", 3), ("0.25", 2), ("0.5,0.25", 1)):
+        grid = type("Recording", (RecordingGrid,), {})
+        changes = {"heterofl__left_out": left_out, "heterofl__masked_loss": False, "num_rounds": 1}
+        run_dir = run_local(tmp_path / str(counted), grid, **SMALL | changes)
+        replies = sorted((arrays_of(m) for m in training(grid.last.received)), key=lambda each: -conv_of(each).size)
+        assert len({conv_of(each).shape for each in replies}) == 3
+        own = model_of(run_dir)
+        name = next(name for name, array in own.items() if array is conv_of(own))
+        corner = [each[name][0, 0].astype(np.float64) for each in replies[:counted]]  # which all three have
+        np.testing.assert_allclose(own[name][0, 0], np.mean(corner, axis=0), atol=1e-7)
+        outside = conv_of(replies[0])[-1, -1]  # which only the widest has
+        np.testing.assert_allclose(own[name][-1, -1], outside, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "wrong"), [("0.3", "0.3 is not one of the width ratios"), ("1,0.5,0.25", "leave at least one")]
+)
+def test_what_cannot_be_left_out(left_out: str, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        tiny_settings(**SMALL | {"heterofl__left_out": left_out})

@@ -1,0 +1,31 @@
+"""FedAvg (H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas, "Communication-Efficient
+Learning of Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602.05629).
+
+Algorithm 1: w <- sum_k n_k / n w_k over the clients of a round; with `fedavg.client-weights = equal` their plain mean. Every
+client trains the whole model, at `architecture.width`; a client whose budget is too small refuses the task. With `memory.fit`
+it may compute its batches in micro-batches, or recompute segments of the model; it refuses if no such step fits.
+"""
+
+from dataclasses import replace
+
+from piecework.federation.aggregation import CheckedUpdate
+from piecework.planning.assignment import Assignment, Context
+from piecework.strategies.method import Method, Round
+from piecework.strategies.whole.fedavg.settings import FedAvgSettings
+from piecework.training.methods import METHODS
+
+
+class FedAvg(Method):
+    """Federated averaging over the clients that have enough memory for the whole model."""
+
+    name = "fedavg"
+    can = METHODS["fedavg"].can
+
+    def assign(self, ctx: Context) -> Assignment:
+        """Return the whole model."""
+        return self.work(self.cut.whole)
+
+    def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
+        """Add a client's update to the round, weighted by its number of examples, or like every other."""
+        equal = self.settings.of(FedAvgSettings).client_weights == "equal"
+        super().combine(current, client, replace(update, examples=1) if equal else update)
