@@ -42,9 +42,9 @@ def test_the_list_has_three_lines_for_each_at_80_columns() -> None:
 
 
 def test_a_word_that_no_preset_has() -> None:
-    done = CliRunner().invoke(app, ["presets", "imagenet"])
+    done = CliRunner().invoke(app, ["presets", "librispeech"])
     assert done.exit_code == 2
-    assert f"no preset is about 'imagenet': piecework presets lists all {len(SHIPPED)}" in done.stderr
+    assert f"no preset is about 'librispeech': piecework presets lists all {len(SHIPPED)}" in done.stderr
     assert "did you mean 'fedepth'?" in CliRunner().invoke(app, ["presets", "fedephth"]).stderr
 
 

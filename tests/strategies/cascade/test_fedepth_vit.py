@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import (
     TRIO,
@@ -80,6 +81,21 @@ def test_measured_equals_traced(tmp_path: Path, sub_problem: str) -> None:
     for client in clients_of(run_local(tmp_path, **SMALL | changes)):
         assert client["status"] == "ok"
         assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+
+
+def test_a_round_of_the_papers_model_at_224_pixels_with_adamw(tmp_path: Path) -> None:
+    """ViT-T/16 on images of 32 x 32 pixels, which are resized as they are read, in groups of encoders and whole."""
+    file, rng = tmp_path / "few.npz", np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (12, 32, 32, 3), np.uint8), np.arange(12) % 3
+    np.savez(file, x_train=x, y_train=y, x_test=x[:3], y_test=y[:3])
+    changes = {"strategy": "fedepth", "model": "vit", "data__image_size": 224, "training__optimiser": "adamw"}
+    changes |= {"training__batch_size": 4, "training__lr": 5e-4, "fleet": fleet_json(group=0.4, whole=1.0)}
+    changes |= {"clients": 2, "data__validation_fraction": 0.2, "fedepth__mutual_models": 1, "evaluation__every": 0}
+    group, whole = clients_of(run_local(tmp_path, dataset=f"npz:{file}", training__local_iterations=1, **changes))
+    for client in (group, whole):
+        assert client["status"] == "ok"
+        assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+    assert (len(group["pieces"]), len(whole["pieces"])) == (3, 1)
 
 
 def test_the_embedding_is_trained_in_the_first_sub_problem_only(tmp_path: Path) -> None:
