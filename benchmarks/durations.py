@@ -63,6 +63,7 @@ TEST = {
     "femnist": 80_526,
     "tiny-imagenet": 10_000,
     "imdb": 25_000,
+    "imdb-pooled": 12_500,
 }
 QUICK = ("evaluation.autoattack-examples=0", "evaluation.every=2", "attack.warmup=0")
 SHORT = {"profl": ("profl.shrinking=false", "num-rounds=4")}  # others have two rounds; ProFL's are of its first step

@@ -18,6 +18,7 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
     "femnist": femnist.femnist,
     "tiny-imagenet": tiny_imagenet.tiny_imagenet,
     "imdb": texts.imdb,
+    "imdb-pooled": texts.imdb_pooled,
     "npz": own_sources.npz,
     "folder": own_sources.folder,
     "text": texts.text,
@@ -41,4 +42,5 @@ PUBLISHED: Mapping[str, tuple[tuple[int, ...], int, int]] = {
     "femnist": ((1, 28, 28), 62, 724_737),  # nine tenths of LEAF's 805,263, its usual part; preprocess.sh decides
     "tiny-imagenet": ((3, 64, 64), 200, 100_000),
     "imdb": ((texts.LENGTH,), 2, 25_000),
+    "imdb-pooled": ((texts.LENGTH,), 2, 37_500),
 }

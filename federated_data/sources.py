@@ -150,11 +150,14 @@ def hold_out(
     return Source(*sets, num_classes, groups=None if groups is None else groups[train], class_names=class_names)
 
 
-def hold_out_rows(labels: Ints) -> tuple[Ints, Ints]:
-    """Return the rows of `hold_out`'s training and test sets. Raises DatasetError if there are too few examples."""
+def hold_out_rows(labels: Ints, fraction: float = _HOLD_OUT) -> tuple[Ints, Ints]:
+    """Return the rows of training and test sets, which has a fraction of each class; see `hold_out`.
+
+    Raises DatasetError if there are too few examples.
+    """
     rng = np.random.default_rng(np.random.SeedSequence(_HOLD_OUT_SEED))
     parts = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
-    test = np.sort(np.concatenate([part[: round(_HOLD_OUT * len(part))] for part in parts]))
+    test = np.sort(np.concatenate([part[: round(fraction * len(part))] for part in parts]))
     if not len(test):
         raise DatasetError(f"{len(labels)} examples are too few to hold out a test set; give separate test examples")
     return np.setdiff1d(np.arange(len(labels)), test), test

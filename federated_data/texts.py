@@ -24,6 +24,7 @@ WORDS, LENGTH = 1000, 500  # a token is 0, or 1..WORDS by frequency
 IMDB_CLASSES = ("neg", "pos")
 IMDB_URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 IMDB_MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
+Reviews = tuple[Sequence[str], Ints]  # texts, and their labels
 OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -33,10 +34,24 @@ def imdb(source: Path, download: bool) -> Source:
     They come from the archive's folder `aclImdb`, or from `imdb/train.jsonl` and `test.jsonl`, plain, .gz or .xz, with one
     object with `text` and `label` per line.
     """
+    return _reviews(*_read_imdb(source, download))
+
+
+def imdb_pooled(source: Path, download: bool) -> Source:
+    """Read the reviews of `imdb` and divide all of them anew, as PriSM's authors do: 37,500, and a quarter as test examples."""
+    (texts, labels), (others, other_labels) = _read_imdb(source, download)
+    texts, labels = [*texts, *others], np.concatenate([labels, other_labels])
+    rows, test = hold_out_rows(labels, 0.25)
+    parts = (([texts[row] for row in each], labels[each]) for each in (rows, test))
+    return _reviews(*parts)
+
+
+def _read_imdb(source: Path, download: bool) -> tuple[Reviews, Reviews]:
+    """Return the published training and test reviews with their labels. Raises DatasetError."""
     folder = source / "aclImdb"
     train, test = (_find_packed(source / "imdb" / f"{part}.jsonl") for part in ("train", "test"))
     if train and test:
-        (texts, labels), (test_texts, test_labels) = _read_lines(train), _read_lines(test)
+        return _read_lines(train), _read_lines(test)
     else:
         if download and not folder.is_dir():
             fetch(IMDB_URL, source, "aclImdb_v1.tar.gz", IMDB_MD5)
@@ -45,9 +60,12 @@ def imdb(source: Path, download: bool) -> Source:
                 f"imdb: no {folder / lost[0]}; set data-dir (now {source}) to the folder that holds "
                 "aclImdb/{train,test}/{neg,pos}/*.txt or imdb/{train,test}.jsonl (or .gz, .xz), or set data.download = true"
             )
-        (texts, labels), (test_texts, test_labels) = (
-            _read_folder(folder / part, IMDB_CLASSES) for part in ("train", "test")
-        )
+        return _read_folder(folder / "train", IMDB_CLASSES), _read_folder(folder / "test", IMDB_CLASSES)
+
+
+def _reviews(train: Reviews, test: Reviews) -> Source:
+    """Return reviews as tokens."""
+    (texts, labels), (test_texts, test_labels) = train, test
     tokens, test_tokens = tokenise(*([re.sub(r"<[^>]*>", " ", text) for text in part] for part in (texts, test_texts)))
     return Source(
         tokens,

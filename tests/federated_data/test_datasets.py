@@ -202,6 +202,7 @@ def test_an_unknown_name_lists_all(tmp_path, name):
     with pytest.raises(DatasetError, match="unknown data set") as caught:
         prepare(name, data_dir="", cache_dir=tmp_path)
     known = "known: digits, digits32, fashion-mnist, cifar10, cifar10-16, cifar100, caltech256, femnist, tiny-imagenet, imdb"
+    known += ", imdb-pooled"
     assert f"{known}, npz:<file>, folder:<dir>, text:<dir>" in str(caught.value)
 
 

@@ -114,6 +114,20 @@ def test_imdb_from_its_archive(tmp_path: Path) -> None:
     assert PUBLISHED["imdb"][:2] == (data.input_shape, data.num_classes)
 
 
+def test_imdbs_reviews_divided_anew(tmp_path: Path) -> None:
+    """A quarter of each class is held out, of the published training and test reviews together."""
+    parts = {
+        f"{part}_{kind}": [f"{kind} {part}{n}" for n in range(4)]
+        for part in ("train", "test")
+        for kind in ("neg", "pos")
+    }
+    write_texts(tmp_path / "aclImdb", **parts)
+    data = prepared("imdb-pooled", tmp_path / "cache", tmp_path)
+    assert sorted(data.labels.tolist()) == 6 * [0] + 6 * [1]
+    assert sorted(data.test_labels.tolist()) == [0, 0, 1, 1]
+    assert PUBLISHED["imdb-pooled"][2] == 50_000 * 3 / 4 == 100 * 375  # PriSM's examples of 100 clients
+
+
 @pytest.mark.skipif(not (REAL / "imdb").is_dir(), reason="IMDB's reviews are not there (PIECEWORK_DATA)")
 def test_the_real_reviews(tmp_path: Path) -> None:
     data = prepared("imdb", tmp_path, REAL)
