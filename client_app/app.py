@@ -31,6 +31,7 @@ from piecework.client_app.trainers import find_evaluator, find_places, find_quer
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import measure_device
 from piecework.federated_data.partition import split
+from piecework.models.imported.source import is_own
 from piecework.models.static_norms import is_statistic
 from piecework.training.accelerator import NoAcceleratorError, find_device, without_denormals
 from piecework.training.answers import Metrics, NodeInfo, Outcome, reply
@@ -158,11 +159,13 @@ def too_little(error: Exception, store: Store, client: Client | None) -> Outcome
 
 
 def require_strategy_of_run(strategy: str, context: Context) -> None:
-    """Raise ValueError for a strategy outside the repository that this client does not train.
+    """Raise ValueError for a strategy or a model outside the repository that this client does not train.
 
     It must be the run's, and the client one that this process emulates: no message and no run has a board import a module.
     """
-    of_run = str(context.run_config.get("strategy", ""))
+    of_run, model = (str(context.run_config.get(key, "")) for key in ("strategy", "model"))
+    if is_own(model) and "state-dir" in context.node_config:
+        raise ValueError(f"the run's model {model!r} is code outside this project, which a board does not import")
     if ":" in strategy and (strategy != of_run or "state-dir" in context.node_config):
         raise ValueError(
             f"the task is of strategy {strategy!r}, which is neither of this project nor of a run emulated here"

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import SafetensorError, safe_open
 
 from piecework.device_profiles.documents import abbreviate, read_json
+from piecework.models.imported.source import is_imported
 from piecework.models.zoo import MODELS
 
 FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
@@ -96,7 +97,7 @@ def require_loadable(described: dict[str, Any], file: Path) -> None:
         )
     model = described.get("model")
     name = model.get("name") if isinstance(model, dict) else None
-    if isinstance(name, str) and name not in MODELS:
+    if isinstance(name, str) and name not in MODELS and not is_imported(name):
         raise ModelFileError(
             f"{file} was trained with model {abbreviate(name)}, which Piecework does not have: first import the module that "
             "adds it to piecework.models.zoo.MODELS"

@@ -88,7 +88,7 @@ def rebuild(model: Blueprint, variant: Variant) -> Blueprint:
         )
     options = dict(model.options)
     if variant.architecture:
-        require_one_of("model", variant.architecture, tuple(MODELS))
+        require_one_of("model", variant.architecture, tuple(MODELS))  # a message names it: no module is imported for it
         known = model_options(variant.architecture)
         options = {key: value for key, value in options.items() if key in known}
     with narrow_models(variant.width if variant.rounding == "up" else 1.0):

@@ -3,11 +3,13 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.cnn import cnn3, cnn4, cnn_femnist, conv4
 from piecework.models.convnet import convnet
+from piecework.models.imported.atoms import imported
+from piecework.models.imported.source import find_make, is_imported
 from piecework.models.layers import narrowing, require_one_of
 from piecework.models.lenet import lenet5
 from piecework.models.lstm import lstm_imdb
@@ -65,14 +67,16 @@ def build_blueprint(
 
     `options` are the model's own (see `model_options`). Their values may be strings, as in a setting.
     """
-    require_one_of("model", name, tuple(MODELS))
+    require_model(name)
     require_one_of("architecture.batch-norm", batch_norm, BATCH_NORMS)
     shape = tuple(input_shape)
-    _require_shape(name, shape)
+    if not is_imported(name):
+        _require_shape(name, shape)
     if num_classes < 1 or width <= 0:
         raise ValueError(f"{name} needs at least one class and a width above 0, got {num_classes} and {width}")
     own = tuple(_convert_options(name, options).items())
-    built = _build(MODELS[name], narrowing(), num_classes, shape, width, batch_norm, own)
+    function = partial(imported, name) if is_imported(name) else MODELS[name]
+    built = _build(function, narrowing(), num_classes, shape, width, batch_norm, own)
     if not isinstance(built, Blueprint):
         raise ValueError(
             f"model {name!r} is a {type(built).__name__}, not a cascade: its function has to return a Blueprint with atoms in "
@@ -102,8 +106,18 @@ def _build(
     return function(num_classes, shape, width=width, batch_norm=batch_norm, **dict(options))
 
 
+def require_model(name: str) -> None:
+    """Raise ValueError unless there is a model of this name, in the zoo or outside this project (models/imported)."""
+    if is_imported(name):
+        find_make(name)
+    else:
+        require_one_of("model", name, tuple(MODELS))
+
+
 def model_options(name: str) -> tuple[str, ...]:
     """Return the options that only this model has, such as `stem` of resnet18."""
+    if is_imported(name):
+        return ()
     return tuple(option for option in inspect.signature(MODELS[name]).parameters if option not in COMMON)
 
 
@@ -114,7 +128,7 @@ def is_token_model(name: str) -> bool:
 
 def usual_input(name: str) -> tuple[Shape, int]:
     """Return the input shape and number of classes with which a paper runs this model; CIFAR-10's if several do."""
-    require_one_of("model", name, tuple(MODELS))
+    require_model(name)
     return USUAL_INPUTS.get(name, ((3, 32, 32), 10))
 
 
@@ -126,7 +140,8 @@ def _require_shape(name: str, shape: Shape) -> None:
 
 def _convert_options(name: str, options: Mapping[str, str | int]) -> dict[str, str | int]:
     """Convert the options to the types of the model's function, because settings are strings."""
-    own, parameters = model_options(name), inspect.signature(MODELS[name]).parameters
+    own = model_options(name)
+    parameters = inspect.signature(MODELS[name]).parameters if own else {}
     typed = dict(options)
     for option, value in options.items():
         if option not in own:

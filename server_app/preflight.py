@@ -7,8 +7,7 @@ from piecework.federated_data.datasets import ArrayDataset, default_cache, load,
 from piecework.federation.autoattack import require_autoattack
 from piecework.models.cascade import Blueprint
 from piecework.models.init_weights import read_pretrained
-from piecework.models.layers import require_one_of
-from piecework.models.zoo import MODELS
+from piecework.models.zoo import require_model
 from piecework.planning.cut import trains_adversarially
 from piecework.strategies import find_method
 from piecework.training.settings import Settings
@@ -18,9 +17,7 @@ from piecework.training.setup import blueprint_for, check_augmentation, check_pa
 def preflight(settings: Settings) -> tuple[Fleet, ArrayDataset, Blueprint]:
     """Return the fleet, data set and model that settings name. Raises ValueError, which names the bad setting."""
     fleet, can = load_fleet(settings.fleet), find_method(settings.strategy).can
-    require_one_of(
-        "model", settings.model, tuple(MODELS)
-    )  # before data are looked for, which may have to be downloaded
+    require_model(settings.model)  # before data are looked for, which may have to be downloaded
     folder = prepare(
         settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download
     )

@@ -10,6 +10,7 @@ from piecework.device_profiles.documents import abbreviate, read_toml
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
 from piecework.engines.processes import Connection
+from piecework.models.imported.source import is_own
 from piecework.server_app.used_settings import drop_unused, find_unused, keep_known, require_used
 from piecework.training.methods import find_entry
 from piecework.training.settings import Scalar, Settings, SettingsError
@@ -87,10 +88,17 @@ def settings_from(
 
 
 def require_engine(settings: Settings, there: bool) -> None:
-    """Raise SettingsError for a strategy of one's own that the engine cannot run; `there`: on an external SuperLink."""
+    """Raise SettingsError for a strategy or a model of one's own that the engine does not have.
+
+    `there`: the engine is an external SuperLink.
+    """
     if ":" in settings.strategy and (there or settings.engine != "local"):
         raise SettingsError(
             f"strategy = {settings.strategy!r} is a file of your own, and Flower's processes do not have it: use engine = local"
+        )
+    if is_own(settings.model) and (there or settings.engine != "local"):
+        raise SettingsError(
+            f"model = {settings.model!r} is code of your own, and Flower's processes do not have it: use engine = local"
         )
 
 
@@ -136,6 +144,9 @@ def readable_anywhere(settings: Settings) -> Scalars:
     dataset = f"{kind}:{(Path(settings.data_dir) / source).resolve()}" if colon else settings.dataset
     found: Scalars = {"dataset": dataset, "fleet": load_fleet(settings.fleet).to_json()}
     values = settings.to_run_config()
+    file, _, function = settings.model.rpartition(":")
+    if file.endswith(".py"):
+        found["model"] = f"{Path(file).resolve()}:{function}"
     for key in ("output-dir", "data-dir", "state-dir", "resume-from", "training.init-weights"):
         if values[key] not in ("", "auto"):
             found[key] = str(Path(str(values[key])).resolve())

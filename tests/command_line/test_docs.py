@@ -57,7 +57,7 @@ def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
     assert [device.name for device in load_fleet(str(tmp_path / "mine.toml")).devices] == ["pi"]
 
 
-MODULES = ("my_prox", "my_half", "my_smooth", "my_model", "my_data", "run_all")
+MODULES = ("my_net", "my_prox", "my_half", "my_smooth", "my_model", "my_data", "run_all")
 PROX = "my_prox:Prox"
 
 
@@ -99,6 +99,24 @@ def test_a_user_does_what_the_page_says(page: Path, monkeypatch: pytest.MonkeyPa
     for client in record["clients"]:
         assert client["status"] == "ok"
         assert client["measured_peak"] <= client["predicted_peak"]
+
+
+def test_a_torch_module_is_planned_and_trained(tmp_path: Path, page: Path) -> None:
+    """By workers, which load its file by themselves; the run remembers where the file is."""
+
+    def call(words: str) -> Any:
+        return CliRunner().invoke(app, words.split())
+
+    planned = call("plan --model my_net.py:make --dataset digits --strategy fedepth --fleet unlimited --json")
+    assert json.loads(planned.stdout)["modules"], planned.output
+    few = f"--nodes 2 --output-dir {tmp_path} --set workers=2 --set training.local-iterations=2 --fleet unlimited"
+    done = call(f"run {few} --model my_net.py:make --strategy fedavg --set run-name=run --set num-rounds=1")
+    assert done.exit_code == 0, done.output
+    assert RunDir(tmp_path / "run").settings()["model"] == f"{page / 'my_net.py'}:make"
+    other = call("run --model my_net.py:make --engine deployment")
+    assert "is code of your own, and Flower's processes do not have it: use engine = local" in " ".join(
+        other.stderr.split()
+    )
 
 
 def test_a_strategy_of_ones_own_fits_its_step(tmp_path: Path, page: Path) -> None:

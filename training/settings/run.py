@@ -65,7 +65,11 @@ class Settings(Table):
     """The settings of one run. Defaults are the demo: FeDepth on the embedded digits over 20 emulated boards."""
 
     strategy: str = setting("fedepth", "name of the strategy: `piecework strategies` lists them")
-    model: str = setting("convnet", "name of the model, such as resnet18: models/zoo.py lists them in MODELS")
+    model: str = setting(
+        "convnet",
+        "name of the model, such as resnet18: models/zoo.py lists them in MODELS; or a torch module of your own, as "
+        "FILE.py:FUNCTION or MODULE:FUNCTION, or of a library, as torchvision:NAME or timm:NAME",
+    )
     dataset: str = setting("digits", "name of the data set, or npz:FILE, folder:DIR, text:DIR")
     fleet: str = setting("demo", "the clients' devices: a shipped fleet, a .toml file, or a fleet as JSON")
     clients: Annotated[int, Field(ge=0, le=10**6)] = setting(

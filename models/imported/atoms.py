@@ -1,0 +1,265 @@
+"""Atoms of a model outside this project: the module's own submodules, run by the recorded calls.
+
+A device builds an atom from a copy of the module without values, and reads its weights from a file, so it never holds the rest.
+"""
+
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import takewhile
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
+
+from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer, unset_weights, weights_are_unset
+from piecework.models.imported.boundaries import choose, is_weighted
+from piecework.models.imported.graph import UntraceableError, record_calls
+from piecework.models.imported.source import find_make, is_own
+from piecework.models.layers import norm_layer_1d
+
+EXAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the module is made of: the name of the model, and the arguments of its function. `batch_norm`: see `norm_layer`."""
+
+    name: str
+    num_classes: int
+    input_shape: Shape
+    batch_norm: str
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A module in parts without values, the last of which is the head, with their names and the shapes of their outputs.
+
+    `reason` says why a module is one part; `digest` is of its code and sizes. `vocabulary` is that of its tokens.
+    """
+
+    parts: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    digest: str
+    vocabulary: int = 0
+    reason: str = ""
+
+
+class _Values(fx.Interpreter):
+    """Runs recorded calls, and keeps the result of each."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a call."""
+        self.found[n] = super().run_node(n)
+        return self.found[n]
+
+
+class Same(nn.Module):
+    """Says how many logits its input has: the end of a head without a linear layer, or the head of a model that is one atom."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.out_features = num_classes
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Return z[B, classes]."""
+        return z
+
+
+def make(source: Source) -> nn.Module:
+    """Return the module, with the norms of the source. Raises ValueError if its function fails."""
+    try:
+        root = find_make(source.name)(source.num_classes, source.input_shape)
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if isinstance(error, NotImplementedError) or "meta" in str(error):
+            raise ValueError(
+                f"model = {source.name!r} asks for values while it is built, which torch.device('meta') does not have: {error}"
+            ) from error
+        raise ValueError(f"model = {source.name!r} cannot be built: {type(error).__name__}: {error}") from error
+    if not isinstance(root, nn.Module):
+        raise ValueError(f"model = {source.name!r} returned a {type(root).__name__}: expected an nn.Module")
+    if source.batch_norm not in ("running", "local"):
+        for path, layer in [*root.named_modules()]:
+            if isinstance(layer, nn.BatchNorm2d | nn.BatchNorm1d):
+                change = norm_layer if isinstance(layer, nn.BatchNorm2d) else norm_layer_1d
+                root.set_submodule(path, _with_epsilon_of(layer, change(layer.num_features, source.batch_norm)))
+    return root
+
+
+def _with_epsilon_of(layer: nn.BatchNorm1d | nn.BatchNorm2d, norm: Any) -> nn.Module:
+    norm.eps = layer.eps
+    replaced: nn.Module = norm
+    return replaced
+
+
+@lru_cache(maxsize=16)
+def cut(source: Source) -> Cut:
+    """Return the module in parts, or as one with the reason. Raises ValueError if it does not map examples to classes."""
+    with torch.device("meta"), unset_weights():
+        root = make(source).eval()
+    _require_state(root, source)
+    reason, positions, nodes = "", list[int](), list[fx.Node]()
+    try:
+        graph = record_calls(root)
+        nodes = [node for node in graph.nodes if node.op != "output"]
+        values = _run(fx.GraphModule(root, graph), source)
+        positions = choose(nodes, dict(root.named_modules()), values)
+        positions = _join_classifier(root, nodes, positions, values)
+        if not positions:
+            reason = f"{type(root).__name__}: no point is crossed by one tensor alone"
+    except UntraceableError as error:
+        reason = str(error)
+    if reason:
+        shape = (_logits(root, source).shape[1],)
+        parts: list[nn.Module] = [root, Same(source.num_classes)]
+        names, shapes = [type(root).__name__.lower()], [shape]
+    else:
+        ends = [*positions, len(nodes) - 1]
+        parts = [_part(root, nodes, a + 1, b + 1) for a, b in zip([-1, *ends[:-1]], ends, strict=True)]
+        names, shapes = _names(root, nodes, positions), [tuple(values[nodes[p]].shape[1:]) for p in positions]
+        parts[-1].register_module("logits", Same(source.num_classes))
+    first = next((layer for layer in root.modules() if isinstance(layer, nn.Embedding)), None)
+    vocabulary = first.num_embeddings if first is not None and len(source.input_shape) == 1 else 0
+    described = "\n".join(f"{part}\n{getattr(part, 'code', '')}" for part in parts)
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    return Cut(tuple(parts), tuple(names), tuple(shapes), digest, vocabulary, reason)
+
+
+def _join_classifier(
+    root: nn.Module, nodes: Sequence[fx.Node], positions: list[int], values: Mapping[fx.Node, Any]
+) -> list[int]:
+    """Return the positions without those between the layers of a classifier behind maps, if it is at most half of the model.
+
+    Some systems put the head behind every atom, so it takes the maps that atoms make. A larger classifier is cut nevertheless.
+    """
+    maps = [p for p in positions if values[nodes[p]].dim() > 2]
+    if not maps or maps == positions or positions[: len(maps)] != maps:
+        return positions
+    modules = dict(root.named_modules())
+    behind = {str(node.target) for node in nodes[maps[-1] + 1 :] if node.op == "call_module"}
+    light = sum(p.numel() for target in behind for p in modules[target].parameters())
+    return maps if light <= sum(p.numel() for p in root.parameters()) / 2 else positions
+
+
+def _require_state(root: nn.Module, source: Source) -> None:
+    """Raise ValueError if a module keeps a tensor that no file has."""
+    for path, module in root.named_modules():
+        loose = [*module._non_persistent_buffers_set, *(k for k, v in vars(module).items() if isinstance(v, Tensor))]
+        if loose:
+            raise ValueError(
+                f"model = {source.name!r}: {path or type(root).__name__} keeps {loose[0]!r} outside its state dict, so a "
+                "device that gets only a part of the model would not have it: register it as a persistent buffer"
+            )
+
+
+def _run(module: fx.GraphModule, source: Source) -> dict[fx.Node, Any]:
+    values = _Values(module)
+    _logits(values.run, source)
+    return values.found
+
+
+def _logits(function: Any, source: Source) -> Tensor:
+    """Return the logits of two examples without values. Raises ValueError if there are none of the right shape."""
+    kind = torch.int64 if len(source.input_shape) == 1 else torch.float32
+    x = torch.zeros(EXAMPLES, *source.input_shape, dtype=kind, device="meta")
+    try:
+        with torch.no_grad():
+            found = function(x)
+    except Exception as error:
+        shape = "x".join(map(str, source.input_shape))
+        reason = str(error).partition("\n")[0]
+        if "meta tensor" in reason:
+            reason += "; what depends on values cannot be priced, so write it with tensors (torch.where)"
+        raise ValueError(f"model = {source.name!r} does not take examples of {shape}: {reason}") from error
+    if not isinstance(found, Tensor) or found.shape != (EXAMPLES, source.num_classes):
+        shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"model = {source.name!r} returns {shown} for {EXAMPLES} examples: expected logits of shape "
+            f"{(EXAMPLES, source.num_classes)}"
+        )
+    return found
+
+
+def _part(root: nn.Module, nodes: Sequence[fx.Node], begin: int, end: int) -> fx.GraphModule:
+    """Return the module that runs nodes[begin:end] on the result of the node before them."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    if begin:
+        copies[nodes[begin - 1]] = graph.placeholder("z")
+    wanted = set(nodes[begin:end])
+    attributes = [n for n in nodes if n.op == "get_attr" and wanted & set(n.users)]
+    for node in sorted({*wanted, *attributes}, key=nodes.index):
+        if node.op != "get_attr" or node in attributes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[nodes[end - 1]])
+    return fx.GraphModule(root, graph)
+
+
+def _names(root: nn.Module, nodes: Sequence[fx.Node], positions: Sequence[int]) -> list[str]:
+    """Return the name of each atom: the path that its layers with weights have in common."""
+    modules, names = dict(root.named_modules()), list[str]()
+    for a, b in zip([-1, *positions[:-1]], positions, strict=True):
+        paths = [
+            str(n.target).split(".") for n in nodes[a + 1 : b + 1] if n.op == "call_module" and is_weighted(n, modules)
+        ]
+        common = [steps[0] for steps in takewhile(lambda steps: len({*steps}) == 1, zip(*paths, strict=False))]
+        name = "_".join(common) or (paths[0][0] if paths else f"atom{len(names)}")
+        names.append(name if name not in names else f"{name}_{len(names)}")
+    return names
+
+
+def build_part(source: Source, digest: str, number: int) -> nn.Module:
+    """Build part `number` of a module. `digest` is of the cut that it belongs to, so that other code has other costs.
+
+    The weights are those that the module's own function draws, unless the caller sets all of them or only traces.
+    """
+    with _disable_current_modes():  # tracing has only tensors of its own mode
+        module = copy.deepcopy(cut(source).parts[number])
+    if torch.get_default_device().type == "meta":
+        return module
+    _allocate(module)
+    for layer in module.modules():
+        if callable(reset := getattr(layer, "reset_parameters", None)):
+            reset()
+    if not weights_are_unset() and not is_in_torch_dispatch_mode():
+        arrays = make(source).state_dict()
+        module.load_state_dict({name: arrays[name] for name in module.state_dict()})
+    return module
+
+
+def _allocate(module: nn.Module) -> None:
+    """Give the parameters and buffers of a module without values memory. What layers share, they share afterwards."""
+    made: dict[int, Any] = {}
+    for layer in module.modules():
+        for held in (layer._parameters, layer._buffers):
+            for name, array in held.items():
+                if array is None:
+                    continue
+                if id(array) not in made:
+                    empty = torch.empty(array.shape, dtype=array.dtype)
+                    made[id(array)] = (
+                        nn.Parameter(empty, array.requires_grad) if isinstance(array, nn.Parameter) else empty
+                    )
+                held[name] = made[id(array)]
+
+
+def imported(
+    name: str, num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running"
+) -> Blueprint:
+    """Return the blueprint of a model outside this project. Raises ValueError, which says what is wrong with it."""
+    if width != 1.0:
+        raise ValueError(f"model = {name!r} has one width: it cannot be built with {width:g} of its channels")
+    source = Source(name, num_classes, input_shape, batch_norm)
+    found = cut(source)
+    builds = [partial(build_part, source, found.digest, i) for i in range(len(found.parts))]
+    atoms = [Atom(name, build, shape) for name, build, shape in zip(found.names, builds, found.shapes, strict=False)]
+    shown = name if not is_own(name) else PurePath(name).name
+    return Blueprint(shown, input_shape, num_classes, tuple(atoms), builds[-1], batch_norm, found.vocabulary)

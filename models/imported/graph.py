@@ -1,0 +1,67 @@
+"""The recorded calls of a module's forward pass, by torch.fx, on tensors without values.
+
+torch.fx is a part of `import torch`, and records the Python code of `forward` itself, so that a client finds the same cut from
+the same code, without the compiler, and without memory for weights. torch.export, and the splitter of
+torch.distributed.pipelining, which is built on it, import the compiler.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+
+class UntraceableError(ValueError):
+    """The forward pass of a module cannot be recorded. The message names the module and the reason."""
+
+
+class _Tracer(fx.Tracer):
+    """Records calls of torch's own layers and of the modules in `leaves`, and enters all others. `inside` are those entered."""
+
+    def __init__(self, leaves: set[str]) -> None:
+        super().__init__()
+        self.leaves = leaves
+        self.inside: list[str] = []
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether a module is called as a whole."""
+        return module_qualified_name in self.leaves or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Record or enter a module; where recording fails, `inside` keeps the path to it."""
+        self.inside.append(self.path_of_module(m))
+        found = super().call_module(m, forward, args, kwargs)
+        self.inside.pop()
+        return found
+
+
+def record_calls(root: nn.Module) -> fx.Graph:
+    """Return the calls of a module's forward pass, which takes one tensor.
+
+    A submodule whose own code cannot be recorded, because it branches on values or on `self.training`, is called as a whole.
+    Raises UntraceableError if that is the whole module.
+    """
+    leaves: set[str] = set()
+    while True:
+        tracer = _Tracer(leaves)
+        try:
+            trained = tracer.trace(root.train(True))
+            tracer.inside = []
+            evaluated = tracer.trace(root.train(False))
+        except Exception as error:  # whatever the user's code raises on a tensor without values
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            leaves.add(_inner(root, tracer.inside[-1:], leaves, reason))
+            continue
+        pairs = zip(trained.nodes, evaluated.nodes, strict=False)
+        unlike = next((one for one, other in pairs if one.format_node() != other.format_node()), None)
+        if unlike is None and len(trained.nodes) == len(evaluated.nodes):
+            return evaluated
+        stack = list(unlike.meta.get("nn_module_stack", {})) if unlike is not None else []
+        leaves.add(_inner(root, stack[-1:], leaves, "its forward pass asks for self.training"))
+
+
+def _inner(root: nn.Module, path: list[str], leaves: set[str], reason: str) -> str:
+    """Return the path of the module that cannot be recorded. Raises UntraceableError if it is the whole."""
+    if not path or path[0] in ("", *leaves):
+        raise UntraceableError(f"{type(root).__name__}: {reason}")
+    return path[0]

@@ -1,0 +1,103 @@
+"""Where a model outside this project is found, by the name that the setting `model` gives it.
+
+MODULE:FUNCTION       a function of (num_classes, input_shape) that returns an nn.Module
+FILE.py:FUNCTION      one in a file
+torchvision:NAME      a classifier of torchvision.models
+timm:NAME             a model of timm
+"""
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable
+from functools import lru_cache, partial
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from piecework.device_profiles.names import did_you_mean
+
+if TYPE_CHECKING:  # lists of settings read names of models without loading torch
+    from torch import nn
+
+    from piecework.models.cascade import Shape
+
+Make = Callable[..., "nn.Module"]
+LIBRARIES = ("torchvision", "timm")
+
+
+def is_imported(name: str) -> bool:
+    """Return whether a name is of a model outside this project."""
+    return ":" in name
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name is of the user's own code, which other machines may not have."""
+    return is_imported(name) and name.partition(":")[0] not in LIBRARIES
+
+
+@lru_cache(maxsize=64)
+def find_make(name: str) -> Make:
+    """Return the function that makes a model, of (num_classes, input_shape). Raises ValueError, which says what is missing."""
+    place, _, function = name.rpartition(":")
+    if place in LIBRARIES:
+        return partial(_of_library, place, function)
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, name)
+    make = getattr(module, function, None)
+    if not callable(make):
+        functions = inspect.getmembers(module, inspect.isfunction)
+        known = [key for key, value in functions if value.__module__ == module.__name__]
+        raise ValueError(
+            f"model = {name!r}: there is no function {function!r} in {place}{did_you_mean(function, known)}"
+        )
+    found: Make = make
+    return found
+
+
+def _load_module(place: str, name: str) -> Any:
+    try:
+        return import_module(place)
+    except ImportError as error:
+        raise ValueError(
+            f"model = {name!r}: {place!r} cannot be imported ({error}): expected MODULE:FUNCTION, FILE.py:FUNCTION, "
+            "torchvision:NAME or timm:NAME"
+        ) from error
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"model: there is no file {str(path)!r} (looked for from {Path.cwd()})")
+    known = f"piecework_model_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
+    if known not in sys.modules:
+        spec = spec_from_file_location(known, path)
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules[known] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[known]
+            raise
+    return sys.modules[known]
+
+
+def _of_library(library: str, name: str, num_classes: int, input_shape: "Shape") -> "nn.Module":
+    try:
+        package = import_module("torchvision.models" if library == "torchvision" else library)
+    except ImportError as error:
+        raise ValueError(f"model = '{library}:{name}': {library} is not installed: {error}") from error
+    known = package.list_models()
+    if name not in known:
+        raise ValueError(f"model = '{library}:{name}': {library} has no such model{did_you_mean(name, known)}")
+    options: dict[str, Any] = {"num_classes": num_classes}
+    if library == "timm":
+        options |= {"in_chans": input_shape[0]}
+        make = package.create_model
+    else:
+        make = package.get_model
+        options |= {"weights": None}
+    if name.startswith("vit_"):
+        options |= {"img_size" if library == "timm" else "image_size": input_shape[1]}
+    made: nn.Module = make(name, **options)
+    return made

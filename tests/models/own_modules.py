@@ -1,0 +1,167 @@
+"""Modules as users write them, which know nothing of this project."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Residual(nn.Module):
+    """A block whose skip crosses its layers."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.conv2(F.relu(self.norm1(self.conv1(x)))))
+
+
+class Net(nn.Module):
+    """Two convolutions and a residual block; the second norm's activation works in place."""
+
+    def __init__(self, classes: int, colours: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(colours, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.body = nn.Sequential(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True)), Residual(8))
+        self.fc = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.body(F.max_pool2d(self.stem(x), 2)).mean((2, 3)))
+
+
+class Shaped(nn.Module):
+    """Branches on a shape, which calls without values cannot record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) if x.shape[1] > 4 else x
+
+
+class Tied(nn.Module):
+    """Uses one layer twice, and another one between."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first, self.twice, self.between, self.last = (nn.Linear(64, 64) for _ in range(4))
+        self.out = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.flatten(1)).relu()
+        x = self.twice(x).relu()
+        x = self.between(x).relu()
+        x = self.twice(x).relu()
+        return self.out(self.last(x).relu())
+
+
+class Ushaped(nn.Module):
+    """Each level's features skip to the way up, so that no single tensor crosses."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.down, self.deep, self.up = (nn.Conv2d(1, 1, 3, padding=1) for _ in range(3))
+        self.classes = classes
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.down(x).relu()
+        two = self.deep(F.avg_pool2d(one + x, 2)).relu()
+        y = self.up(F.interpolate(two, scale_factor=2.0) + one) + x
+        return y.flatten(1)[:, : self.classes]
+
+
+class Valued(nn.Module):
+    """Branches on a value."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x.flatten(1))
+        return y if float(x.sum()) > 0 else -y
+
+
+class Loose(nn.Module):
+    """Keeps a tensor that its state dict does not have."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, classes)
+        self.register_buffer("scale", torch.ones(64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.flatten(1) * self.scale)
+
+
+class Asking(nn.Module):
+    """Asks whether it is trained."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 16), nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(F.dropout(self.one(x.flatten(1)).relu(), 0.5, training=self.training))
+
+
+def net(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, input_shape[0])
+
+
+def branching(num_classes: int, input_shape: Any) -> nn.Module:
+    first = nn.Sequential(nn.Conv2d(input_shape[0], 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(first, Shaped(), nn.Linear(8, num_classes))
+
+
+def tied(num_classes: int, _: Any) -> nn.Module:
+    return Tied(num_classes)
+
+
+def ushaped(num_classes: int, _: Any) -> nn.Module:
+    return Ushaped(num_classes)
+
+
+def valued(num_classes: int, _: Any) -> nn.Module:
+    return Valued(num_classes)
+
+
+def loose(num_classes: int, _: Any) -> nn.Module:
+    return Loose(num_classes)
+
+
+def asking(num_classes: int, _: Any) -> nn.Module:
+    return Asking(num_classes)
+
+
+def sequence(num_classes: int, _: Any) -> nn.Module:
+    inner = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.GELU())
+    return nn.Sequential(nn.Flatten(), inner, nn.Linear(32, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, num_classes))
+
+
+def inputs(num_classes: int, _: Any) -> nn.Module:
+    """Changes its input in place behind its first layer."""
+
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, num_classes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x.flatten(1))
+            z = self.two(y.unsqueeze(1).squeeze(1).add_(1.0))
+            return self.three(z)
+
+    return Changes()
+
+
+def wrong(num_classes: int, _: Any) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes + 1))
+
+
+def no_module(num_classes: int, _: Any) -> int:
+    return num_classes

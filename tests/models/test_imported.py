@@ -1,0 +1,197 @@
+"""Models outside this project: where they are cut, and that atoms compute, learn and cost what the module does."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import TRIO, clients_of, fleet_json, model_of, run_local
+from torch import Tensor, nn
+from torchvision.models import get_model
+
+from piecework.client_app.app import require_strategy_of_run
+from piecework.models.cascade import Blueprint, Cascade, initial_state
+from piecework.models.imported.atoms import Source, cut, make
+from piecework.models.trained_model import load_model
+from piecework.models.variant import Variant, vary
+from piecework.models.zoo import build_blueprint
+
+OWN = "models.own_modules"
+DIGIT = (1, 8, 8)
+
+
+def name_of(function: str) -> str:
+    """The file's name, as a user gives it."""
+    return f"{Path(__file__).with_name('own_modules.py')}:{function}"
+
+
+def blueprint_of(name: str, shape: tuple[int, ...] = DIGIT, batch_norm: str = "running") -> Blueprint:
+    return build_blueprint(name, num_classes=10, input_shape=shape, batch_norm=batch_norm)
+
+
+def original(name: str) -> str:
+    """The name that an array has in the module itself."""
+    return name.partition(".")[2] if name.startswith("head") else name.split(".", 2)[2]
+
+
+def pair(name: str, shape: tuple[int, ...]) -> tuple[Cascade, nn.Module]:
+    """A cascade and the module with the same weights."""
+    whole, cascade = make(Source(name, 10, shape, "running")), Cascade(blueprint_of(name, shape))
+    arrays = whole.state_dict()
+    assert {original(n) for n in cascade.state_dict()} == arrays.keys()
+    cascade.load_state_dict({n: arrays[original(n)] for n in cascade.state_dict()})
+    return cascade, whole
+
+
+MODELS = {
+    name_of("net"): (DIGIT, ["stem_0", "body_0_0", "body_1"]),
+    name_of("sequence"): (DIGIT, ["1_0", "2"]),
+    name_of("branching"): (DIGIT, ["0_0", "1"]),
+    name_of("tied"): (DIGIT, ["first", "twice", "last"]),
+    name_of("inputs"): (DIGIT, ["one", "two"]),
+    "torchvision:resnet18": ((3, 32, 32), ["conv1", *(f"layer{i}_{j}" for i in (1, 2, 3, 4) for j in (0, 1))]),
+    "torchvision:mobilenet_v3_small": ((3, 32, 32), None),
+    "torchvision:efficientnet_b0": ((3, 32, 32), None),
+    "torchvision:vit_b_16": ((3, 32, 32), None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_atoms_compute_and_learn_what_the_module_does(name: str) -> None:
+    """Outputs in both modes, gradients and running statistics, bit by bit."""
+    shape, atoms = MODELS[name]
+    cascade, whole = pair(name, shape)
+    if atoms is not None:
+        assert [atom.name for atom in blueprint_of(name, shape).atoms] == atoms
+    x, y = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
+    found = []
+    for module in (cascade.eval(), whole.eval()):
+        outputs = [module(x)]
+        module.train()
+        torch.manual_seed(1)  # of dropout
+        outputs.append(module(x))
+        nn.functional.cross_entropy(outputs[-1], y).backward()
+        found.append([*outputs, *(p.grad for p in module.parameters()), *module.buffers()])
+    ours, theirs = found
+    for one, other in zip(ours[:2], theirs[:2], strict=True):
+        assert torch.equal(one, other)
+    names = [original(n) for n, _ in cascade.named_parameters()], [n for n, _ in whole.named_parameters()]
+    grads = dict(zip(names[1], theirs[2:], strict=False))
+    for name, grad in zip(names[0], ours[2:], strict=False):
+        assert torch.equal(grad, grads[name]), name
+    own, other = cascade.state_dict(), whole.state_dict()
+    assert all(torch.equal(own[n], other[original(n)]) for n in own)
+
+
+def test_shapes_are_those_of_what_crosses() -> None:
+    assert [atom.shape for atom in blueprint_of(name_of("net")).atoms] == [(8, 4, 4)] * 3
+    assert [atom.shape for atom in blueprint_of("torchvision:resnet18", (3, 32, 32)).atoms][-1] == (512, 1, 1)
+
+
+def test_what_is_not_cut_is_one_atom_with_the_reason() -> None:
+    for function, reason in (
+        ("ushaped", "Ushaped: no point is crossed"),
+        ("asking", "Asking: its forward pass asks for"),
+    ):
+        found = cut(Source(name_of(function), 10, DIGIT, "running"))
+        assert found.reason.startswith(reason)
+        assert len(found.parts) == 2
+        cascade, whole = pair(name_of(function), DIGIT)
+        x = torch.randn(3, *DIGIT)
+        assert torch.equal(cascade.eval()(x), whole.eval()(x))
+
+
+WRONG = {
+    "valued": "does not take examples of 1x8x8: .*; what depends on values cannot be priced",
+    "loose": "Loose keeps 'scale' outside its state dict",
+    "wrong": r"returns \(2, 11\) for 2 examples: expected logits of shape \(2, 10\)",
+    "no_module": "returned a int: expected an nn.Module",
+    "nett": "there is no function 'nett' in .*; did you mean 'net'",
+}
+
+
+@pytest.mark.parametrize("function", WRONG)
+def test_what_is_wrong_with_a_model(function: str) -> None:
+    with pytest.raises(ValueError, match=WRONG[function]):
+        blueprint_of(name_of(function))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module_here:make", "'no_such_module_here' cannot be imported"),
+        ("no_such_file.py:make", "there is no file 'no_such_file.py'"),
+        ("torchvision:resnet19", "torchvision has no such model; did you mean 'resnet1"),
+        ("torchvision:resnet18", "does not take examples of 1x8x8"),
+    ],
+)
+def test_names_that_lead_nowhere(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        blueprint_of(name)
+
+
+def test_no_message_has_a_module_imported() -> None:
+    with pytest.raises(ValueError, match="model = 'antigravity:main' is not known"):
+        vary(blueprint_of(name_of("net")), Variant(architecture="antigravity:main"))
+    assert "antigravity" not in sys.modules
+    from flwr.app import Context, RecordDict
+
+    board = Context(1, 1, {"state-dir": "x"}, RecordDict(), {"strategy": "fedavg", "model": "mine:net"})
+    with pytest.raises(
+        ValueError, match="model 'mine:net' is code outside this project, which a board does not import"
+    ):
+        require_strategy_of_run("fedavg", board)
+
+
+@pytest.mark.parametrize(("batch_norm", "kind"), [("group", nn.GroupNorm), ("batch", nn.BatchNorm2d)])
+def test_its_norms_follow_the_setting(batch_norm: str, kind: type) -> None:
+    norms = [m for m in Cascade(blueprint_of(name_of("net"), DIGIT, batch_norm)).modules() if isinstance(m, kind)]
+    assert len(norms) == 2
+    assert all(getattr(norm, "running_mean", None) is None for norm in norms)
+
+
+def test_initial_weights_are_drawn_by_the_module_itself() -> None:
+    """A ViT's class token is a parameter that no layer of torch initialises."""
+    blueprint = blueprint_of("torchvision:vit_b_16", (3, 32, 32))
+    arrays = dict(initial_state(blueprint, 0, units=["atoms.0"]))
+    assert arrays["atoms.0.class_token"].abs().sum() == 0
+    position: Tensor = arrays["atoms.0.encoder.pos_embedding"]
+    assert 0.015 < float(position.std()) < 0.025
+    assert get_model("vit_b_16", weights=None, image_size=32).class_token.shape == arrays["atoms.0.class_token"].shape
+
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "fedavg": {"fleet": "unlimited"},
+    "fedepth": {"fleet": fleet_json(rich=1.6, poor=1.1)},
+    "fedprophet": {"attack__steps": 1, "evaluation__attack_steps": 1, "fedprophet__stage_rounds": 1},
+    "depthfl": {"fleet": fleet_json(rich=3.0)},
+    "spafl": {"fleet": "unlimited"},
+    "profl": {"fleet": "unlimited", "profl__stage_rounds": 1},
+}
+
+
+@pytest.mark.parametrize("strategy", SYSTEMS)
+def test_systems_train_it_within_their_budgets(tmp_path: Path, strategy: str) -> None:
+    changes = {"model": name_of("net"), "strategy": strategy, "training__local_iterations": 2, "num_rounds": 1}
+    run = run_local(tmp_path, **TRIO | changes | SYSTEMS[strategy])
+    trained = [client for client in clients_of(run) if client["status"] == "ok"]
+    assert trained
+    for client in trained:
+        assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+
+
+def test_a_trained_one_is_loaded_with_its_own_names(tmp_path: Path) -> None:
+    settings = {"model": name_of("net"), "strategy": "fedavg", "fleet": "unlimited", "num_rounds": 1}
+    run = run_local(tmp_path, **TRIO | settings)
+    loaded, arrays = load_model(run.path), model_of(run)
+    whole = make(Source(name_of("net"), 10, DIGIT, "running")).eval()
+    whole.load_state_dict({original(n): torch.from_numpy(array) for n, array in arrays.items()})
+    x = torch.rand(5, *DIGIT)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.network(x), whole(x))
+
+
+def test_a_width_that_it_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has one width: it cannot be built with"):
+        run_local(tmp_path, **TRIO | {"model": name_of("net"), "strategy": "heterofl", "num_rounds": 1})
