@@ -23,9 +23,8 @@ from piecework.models.change import Change, Origin
 from piecework.models.frozen_norm import FrozenBatchNorm2d
 
 Shape = tuple[int, ...]
-AUXILIARY_INPUTS = (
-    256  # of an auxiliary head with the pooling `auto`: a linear classifier on fewer features is too weak
-)
+# Of an auxiliary head with the pooling `auto`: a linear classifier on fewer features is too weak.
+AUXILIARY_INPUTS = 256
 
 
 @dataclass(frozen=True)

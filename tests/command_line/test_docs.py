@@ -101,14 +101,15 @@ def test_a_user_does_what_the_page_says(page: Path, monkeypatch: pytest.MonkeyPa
         assert client["measured_peak"] <= client["predicted_peak"]
 
 
-def test_a_torch_module_is_planned_and_trained(tmp_path: Path, page: Path) -> None:
+def test_a_torch_module_is_planned_and_trained(tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By workers, which load its file by themselves; the run remembers where the file is."""
+    monkeypatch.chdir(page)
 
     def call(words: str) -> Any:
         return CliRunner().invoke(app, words.split())
 
     planned = call("plan --model my_net.py:make --dataset digits --strategy fedepth --fleet unlimited --json")
-    assert json.loads(planned.stdout)["modules"], planned.output
+    assert json.loads(planned.stdout)["fleet"]["participation"] == 1.0
     few = f"--nodes 2 --output-dir {tmp_path} --set workers=2 --set training.local-iterations=2 --fleet unlimited"
     done = call(f"run {few} --model my_net.py:make --strategy fedavg --set run-name=run --set num-rounds=1")
     assert done.exit_code == 0, done.output
