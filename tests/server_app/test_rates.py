@@ -135,7 +135,7 @@ def test_the_rounds_to_come_of_a_cascade(restart: bool, last: int, places: list[
         state=state,
         modules=[(0,), (1,), (2,)],
         cut=cut,
-        own=FedProphetSettings(lr_restart=restart),
+        table=FedProphetSettings(lr_restart=restart),
     )
     assert list(FedProphet.schedule(strategy, 8, last)) == places
     state.stage_rounds = 0  # a new run, which is not cut yet
