@@ -22,7 +22,8 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 PLACEHOLDER = re.compile(r"(resume-from=runs/NAME|[a-z.-]+=(NAME|KIND|W)|FLAGS|\.+)")
 OURS = dict.fromkeys(("my-boards.toml", "mine.toml", "shelf.toml", "FILE"), "boards") | {
     "robust-fmnist-NAME": "robust-fmnist-heterofl",
-    "strategy=prox": "strategy=fedavg",
+    "strategy=my_prox:Prox": "strategy=fedprox",
+    "prox.mu=0.01": "fedprox.mu=0.01",
     "fleet=mine.toml": "fleet=boards",
     "fleet=shelf.toml": "fleet=boards",
     "N": "1",
