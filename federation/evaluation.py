@@ -94,6 +94,7 @@ class Evaluator:
         """Run AutoAttack on that many test images; `epsilon` is in pixels of [0, 1]. Raises SettingsError, ValueError."""
         model, rows = self._fill(arrays, atoms, head), self._choose_rows(images)
         pixels = as_inputs(self.data.test_inputs[rows], scale_pixels(self.data, "unit")).clamp_(0, 1)
+        pixels = pixels.contiguous()  # FAB takes views of images that do not exist of those with channels last
         on_pixels = OnPixels(model.logits, model.units().values(), self.data.mean, self.data.std)
         labels, seed = torch.tensor(self.data.test_labels[rows]), integer(self.seed, "autoattack")
         model.set_attacked(True)

@@ -74,6 +74,21 @@ def test_linear_model_by_hand() -> None:
     assert found.seconds > 0
 
 
+def test_images_of_three_channels() -> None:
+    """The same as by hand, with each pixel in three channels of a third of the weight."""
+    pytest.importorskip("torchattacks")
+    rows = np.array(ROWS, dtype=np.uint8)[:, None, :, None].repeat(3, axis=3)
+    data = ArrayDataset("rows", rows, np.array(LABELS), 4, (0.5,) * 3, (0.25,) * 3, rows, np.array(LABELS))
+
+    def head() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 4, bias=False))
+
+    blueprint = Blueprint("brightest", (3, 1, 4), 4, (Atom("pixels", nn.Identity, (3, 1, 4)),), head, "batch")
+    arrays = ArrayRecord({"head.1.weight": Array(np.tile(np.eye(4, dtype=np.float32) / 3, 3))})
+    found = Evaluator(blueprint, data, 2).run_autoattack(arrays, 5, EPSILON)
+    assert (found.images, found.clean_accuracy, found.accuracy) == (5, 4 / 5, 2 / 5)
+
+
 def test_a_model_whose_gradients_are_masked() -> None:
     """Rounding hides every gradient: the white-box attacks stand still, and Square shows it."""
     pytest.importorskip("torchattacks")
