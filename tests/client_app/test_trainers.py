@@ -324,7 +324,7 @@ def test_refusals(tmp_path: Path) -> None:
 def test_unknown_trainer() -> None:
     with pytest.raises(
         ValueError,
-        match="unknown strategy 'magic': known are allsmall, depthfl, exclusivefl, fedavg",
+        match="unknown strategy 'magic': known are allsmall, cocofl, depthfl, exclusivefl, fedavg",
     ):
         find_trainer("magic")
 
