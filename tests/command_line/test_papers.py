@@ -54,7 +54,7 @@ EXPECTED = {
     ("FedProphet", "Table 8"): {"all modules"},
     ("FeDepth", "Figure 1"): {"WideResNet, DC-Transformer"},
     ("FeDepth", "Figure 2"): {"all widths", "without x 1/8", "without x 1/4", "without x 1/2", "x 1 alone"},
-    ("FeDepth", "Figure 3"): {"two groups of clients"},
+    ("FeDepth", "Figure 3"): {f"r = 1/{n}" for n in (2, 4, 8, 16)},
     ("FeDepth", "Figure 6"): {"a 14-layer ResNet on MNIST"},
     ("FeDepth", "Figure 7"): {"five clients of each partition"},
     ("FeDepth", "Table 1"): {"all blocks and widths"},
