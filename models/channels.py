@@ -196,7 +196,7 @@ def _unflatten(follow: _Follower, out: Tensor, x: Tensor, dim: int, sizes: Seque
 
 def _permute(follow: _Follower, out: Tensor, x: Tensor, *dims: Any) -> None:
     axes = follow.axes(x)
-    follow.note(out, [axes[dim] for dim in (dims[0] if isinstance(dims[0], tuple) else dims)])
+    follow.note(out, [axes[dim] for dim in (dims[0] if isinstance(dims[0], tuple | list) else dims)])
 
 
 def _transpose(follow: _Follower, out: Tensor, x: Tensor, one: int, other: int) -> None:

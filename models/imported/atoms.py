@@ -6,7 +6,7 @@ A device builds an atom from a copy of the module without values, and reads its 
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import PurePath
@@ -17,22 +17,29 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer, unset_weights, weights_are_unset
+from piecework.models.channels import channel_axes
 from piecework.models.imported.boundaries import choose, is_weighted
 from piecework.models.imported.graph import UntraceableError, record_calls
+from piecework.models.imported.narrow import kept_channels, narrow
 from piecework.models.imported.source import find_make, is_own
-from piecework.models.layers import norm_layer_1d
+from piecework.models.layers import narrowing, norm_layer_1d, scale_channels
 
 EXAMPLES = 2
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the module is made of: the name of the model, and the arguments of its function. `batch_norm`: see `norm_layer`."""
+    """What the module is made of: the name of the model, and the arguments of its function. `batch_norm`: see `norm_layer`.
+
+    `width` and `ratio` are those of `scale_channels`.
+    """
 
     name: str
     num_classes: int
     input_shape: Shape
     batch_norm: str
+    width: float = 1.0
+    ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,9 +108,14 @@ def _with_epsilon_of(layer: nn.BatchNorm1d | nn.BatchNorm2d, norm: Any) -> nn.Mo
     return replaced
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def cut(source: Source) -> Cut:
     """Return the module in parts, or as one with the reason. Raises ValueError if it does not map examples to classes."""
+    with _disable_current_modes():  # tracing has only tensors of its own mode
+        return _narrow_cut(source) if source.width != 1 else _whole_cut(source)
+
+
+def _whole_cut(source: Source) -> Cut:
     with torch.device("meta"), unset_weights():
         root = make(source).eval()
     _require_state(root, source)
@@ -126,12 +138,54 @@ def cut(source: Source) -> Cut:
         ends = [*positions, len(nodes) - 1]
         parts = [_part(root, nodes, a + 1, b + 1) for a, b in zip([-1, *ends[:-1]], ends, strict=True)]
         names, shapes = _names(root, nodes, positions), [tuple(values[nodes[p]].shape[1:]) for p in positions]
-        parts[-1].register_module("logits", Same(source.num_classes))
     first = next((layer for layer in root.modules() if isinstance(layer, nn.Embedding)), None)
     vocabulary = first.num_embeddings if first is not None and len(source.input_shape) == 1 else 0
+    return Cut(tuple(parts), tuple(names), tuple(shapes), _digest(parts), vocabulary, reason)
+
+
+def _digest(parts: Sequence[nn.Module]) -> str:
     described = "\n".join(f"{part}\n{getattr(part, 'code', '')}" for part in parts)
-    digest = hashlib.sha256(described.encode()).hexdigest()
-    return Cut(tuple(parts), tuple(names), tuple(shapes), digest, vocabulary, reason)
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
+def _narrow_cut(source: Source) -> Cut:
+    """Return the cut of a sub-model by width. Raises ValueError, which names the layer that is in its way."""
+    whole = imported(source.name, source.num_classes, source.input_shape, batch_norm=source.batch_norm)
+    full, axes = cut(replace(source, width=1.0, ratio=1.0)), channel_axes(whole)
+    last = max(
+        (name for name in axes if name.startswith("head.") and len(axes[name]) > 1), key=list(axes).index, default=""
+    )
+    classes = axes[last][0] if last else None
+    if classes is None:
+        raise ValueError(f"{whole.name} cannot be cut by width: its head has no layer that ends in classes")
+    kept = kept_channels(
+        axes, shapes_of(full.parts), classes.group, lambda channels: scale_channels(channels, source.width)
+    )
+    parts = [copy.deepcopy(part) for part in full.parts]
+    x: Any = torch.zeros(EXAMPLES, *source.input_shape, device="meta")
+    x = x.long() if full.vocabulary else x
+    found: list[Shape] = []
+    for unit, name, part in zip(whole.units(), [*full.names, "head"], parts, strict=True):
+        own = {n.removeprefix(f"{unit}."): each for n, each in axes.items() if n.startswith(f"{unit}.")}
+        try:
+            narrow(part, own, kept)
+            with torch.no_grad():
+                x = part(x)
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{whole.name} cannot be cut by width: in {name!r}, {reason}") from error
+        found.append(tuple(x.shape[1:]))
+    return Cut(tuple(parts), full.names, tuple(found[:-1]), _digest(parts), full.vocabulary, full.reason)
+
+
+def shapes_of(parts: Sequence[nn.Module]) -> dict[str, Shape]:
+    """Return the shapes of a cut's arrays by global name."""
+    units = [*(f"atoms.{i}" for i in range(len(parts) - 1)), "head"]
+    return {
+        f"{unit}.{name}": tuple(array.shape)
+        for unit, part in zip(units, parts, strict=True)
+        for name, array in part.state_dict().items()
+    }
 
 
 def _join_classifier(
@@ -221,18 +275,31 @@ def build_part(source: Source, digest: str, number: int) -> nn.Module:
 
     The weights are those that the module's own function draws, unless the caller sets all of them or only traces.
     """
-    with _disable_current_modes():  # tracing has only tensors of its own mode
+    with _disable_current_modes():
         module = copy.deepcopy(cut(source).parts[number])
-    if torch.get_default_device().type == "meta":
+    without_values, traced = torch.get_default_device().type == "meta", is_in_torch_dispatch_mode()
+    if without_values and not traced:
         return module
     _allocate(module)
+    if without_values:
+        return module
     for layer in module.modules():
         if callable(reset := getattr(layer, "reset_parameters", None)):
             reset()
-    if not weights_are_unset() and not is_in_torch_dispatch_mode():
-        arrays = make(source).state_dict()
-        module.load_state_dict({name: arrays[name] for name in module.state_dict()})
+    if not weights_are_unset() and not traced:
+        _draw(module, make(source))
     return module
+
+
+def _draw(module: nn.Module, whole: nn.Module) -> None:
+    """Take the initial weights of the whole module. A narrower one has those of torch's layers, and parts of other arrays."""
+    arrays = whole.state_dict()
+    layers = {path: hasattr(layer, "reset_parameters") for path, layer in module.named_modules()}
+    for name, array in module.state_dict().items():
+        if array.shape == arrays[name].shape:
+            array.copy_(arrays[name])
+        elif not layers[name.rpartition(".")[0]]:
+            array.copy_(arrays[name][tuple(map(slice, array.shape))])
 
 
 def _allocate(module: nn.Module) -> None:
@@ -255,9 +322,7 @@ def imported(
     name: str, num_classes: int, input_shape: Shape, width: float = 1.0, batch_norm: str = "running"
 ) -> Blueprint:
     """Return the blueprint of a model outside this project. Raises ValueError, which says what is wrong with it."""
-    if width != 1.0:
-        raise ValueError(f"model = {name!r} has one width: it cannot be built with {width:g} of its channels")
-    source = Source(name, num_classes, input_shape, batch_norm)
+    source = Source(name, num_classes, input_shape, batch_norm, width, narrowing() if width != 1 else 1.0)
     found = cut(source)
     builds = [partial(build_part, source, found.digest, i) for i in range(len(found.parts))]
     atoms = [Atom(name, build, shape) for name, build, shape in zip(found.names, builds, found.shapes, strict=False)]

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import fx, nn
 
+OPENED = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)  # of torch's own classes, and what derives from these
+
 
 class UntraceableError(ValueError):
     """The forward pass of a module cannot be recorded. The message names the module and the reason."""
@@ -25,7 +27,9 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is called as a whole."""
-        return module_qualified_name in self.leaves or super().is_leaf_module(m, module_qualified_name)
+        return module_qualified_name in self.leaves or any(
+            kind.__module__.startswith("torch.nn") and kind not in OPENED for kind in type(m).__mro__
+        )
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record or enter a module; where recording fails, `inside` keeps the path to it."""

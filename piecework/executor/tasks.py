@@ -1,5 +1,6 @@
 """What the children do: Flower's own client app, and Flower's own loop that asks a SuperNode for tasks."""
 
+import fcntl
 import gc
 import hashlib
 import json
@@ -19,7 +20,6 @@ from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, SubprocessExecutor
 from flwr.supercore.utils import get_flwr_home
 
-from piecework.client_app.file_lock import lock
 from piecework.executor.lone_command import lone_command
 
 IMPORTED = (
@@ -84,7 +84,7 @@ def install_once(install: Callable[..., Path]) -> Callable[..., Path]:
         apps = get_flwr_home() / APP_DIR
         apps.mkdir(parents=True, exist_ok=True)
         with (apps / f".{hashlib.sha256(bundle).hexdigest()}").open("a+", encoding="utf-8") as note:
-            lock(note, wait=True)
+            fcntl.flock(note, fcntl.LOCK_EX)  # not client_app/file_lock.py: the bundle has its own client_app
             note.seek(0)
             known = note.read()
             if known and Path(known).is_dir():

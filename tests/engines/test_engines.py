@@ -241,8 +241,11 @@ def test_the_wheel_from_an_empty_folder(tmp_path: Path, wheel: Path) -> None:
     places, others, (plan, trained, refused) = json.loads(done.stdout.splitlines()[-1])
     assert others == []
     assert all(Path(path).is_relative_to(wheel.parents[1]) for path in places)
-    shipped = {path.name: path.read_bytes() for path in Path(places[2]).iterdir()}
-    assert shipped == {path.name: path.read_bytes() for path in (ROOT / "conf").iterdir()}
+    shipped, there = (
+        {path.relative_to(conf): path.read_bytes() for path in conf.rglob("*") if path.is_file()}
+        for conf in (Path(places[2]), ROOT / "conf")
+    )
+    assert shipped == there
     assert json.loads(plan[1])["strategy"] == "spafl", plan
     assert refused[0] == 1
     assert "conv5" in " ".join(refused[2].split())
@@ -291,7 +294,7 @@ def test_json_of_what_can_be_done_with_a_run(tmp_path: Path) -> None:
             [
                 "strategy",
                 "'fedsgd'",
-                "fedepth, fedet, fedpm, fedprophet, fedrbn, fedrolex, fjord, heterofl, jfat, local, m-fedepth",
+                "fedepth, fedet, fedpm, fedprophet, fedprox, fedrbn, fedrolex, fjord, heterofl, jfat, local, m-fedepth",
             ],
         ),
         (["--set", "model=alexnet"], ["model", "'alexnet'", "preresnet20"]),

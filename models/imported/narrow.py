@@ -1,0 +1,82 @@
+"""Sub-models by width of a model outside this project: its layers with a part of their channels.
+
+Which channels belong together is followed through the atoms (models/channels.py). Of a group of C channels a sub-model has
+`scale_channels(C, width)`; classes and the colours of images stay whole.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from piecework.models.channels import Axes
+from piecework.models.frozen_norm import FrozenBatchNorm1d, FrozenBatchNorm2d
+
+Channels = Mapping[int, int]  # how many channels of each group are kept
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, FrozenBatchNorm1d, FrozenBatchNorm2d)
+
+
+def kept_channels(
+    axes: Mapping[str, Axes], shapes: Mapping[str, Sequence[int]], whole: int, scale: Callable[[int], int]
+) -> dict[int, int]:
+    """Return how many channels of each group are kept; `whole` is the group of the classes, all of which are."""
+    found: dict[int, int] = {}
+    for name, each in axes.items():
+        for axis, size in zip(each, shapes[name], strict=True):
+            if axis is not None:
+                channels = size // (axis.outer * axis.inner)
+                found[axis.group] = channels if axis.group == whole else scale(channels)
+    return found
+
+
+def narrow(module: nn.Module, axes: Mapping[str, Axes], kept: Channels) -> None:
+    """Give the arrays of a module without values the sizes of a sub-model, in place. `axes` are by the module's own names.
+
+    Raises ValueError for a layer that is not known to work with fewer channels.
+    """
+    for path, layer in module.named_modules():
+        sizes: dict[str, list[int]] = {}
+        for held in (layer._parameters, layer._buffers):
+            for name, array in held.items():
+                if array is None:
+                    continue
+                full = f"{path}.{name}" if path else name
+                sizes[name] = [
+                    size if axis is None else axis.outer * kept[axis.group] * axis.inner
+                    for axis, size in zip(axes[full], array.shape, strict=True)
+                ]
+                if sizes[name] != list(array.shape):
+                    held[name] = _empty(array, sizes[name])
+        if sizes:
+            _note_sizes(path, layer, sizes)
+
+
+def _empty(array: Tensor, size: Sequence[int]) -> Tensor:
+    empty = torch.empty(*size, dtype=array.dtype, device="meta")
+    return nn.Parameter(empty, array.requires_grad) if isinstance(array, nn.Parameter) else empty
+
+
+def _note_sizes(path: str, layer: nn.Module, sizes: Mapping[str, list[int]]) -> None:
+    """Set the attributes of a layer that repeat the sizes of its arrays."""
+    if isinstance(layer, nn.Conv2d):
+        rows, columns = sizes["weight"][:2]
+        if layer.groups > 1:
+            layer.groups = rows  # a convolution of each channel for itself
+        layer.out_channels, layer.in_channels = rows, columns * layer.groups
+    elif isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = sizes["weight"]
+    elif isinstance(layer, NORMS):
+        layer.num_features = next(iter(sizes.values()))[0]
+    elif isinstance(layer, nn.GroupNorm):
+        layer.num_channels = sizes["weight"][0]
+        layer.num_groups = next(n for n in range(layer.num_groups, 0, -1) if layer.num_channels % n == 0)
+    elif isinstance(layer, nn.LayerNorm):
+        layer.normalized_shape = tuple(sizes["weight"])
+    elif isinstance(layer, nn.Embedding):
+        layer.embedding_dim = sizes["weight"][1]
+    elif type(layer).forward is not nn.Module.forward and not _is_graph(layer):
+        raise ValueError(f"{path} is a {type(layer).__name__}, which is not known to work with fewer channels")
+
+
+def _is_graph(layer: nn.Module) -> bool:
+    return isinstance(layer, torch.fx.GraphModule)
