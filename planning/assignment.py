@@ -5,7 +5,7 @@ assignment is derived here, or by the server: the costs that a task lists, and t
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
 
@@ -85,6 +85,9 @@ class Assignment:
     kept_round: int = 0  # the server may go back to this round
     steps: list[EvaluationStep] = field(default_factory=list)  # ways to evaluate, preferred first
     lr: float | None = None  # the learning rate; None = that of the round
+    covers: tuple[str, ...] | None = (
+        None  # the units that such clients train over all rounds; None = those of the items
+    )
     least: Callable[[], int] | None = (
         None  # the bytes below which the client can do nothing; by default the least `needed`
     )
@@ -122,4 +125,5 @@ def fitting_parts(cut: Cut, assignment: Assignment, device: DeviceState) -> list
     for item in assignment.items:
         if (needed := assignment.needed.get(item, 0)) > allowed and not cut.swaps:
             raise MemoryBudgetExceededError(needed, device.budget_bytes, f"training {label(cut.part(item))}")
-    return [cut.fitting_part(item, allowed) for item in assignment.items]
+    parts = [cut.fitting_part(item, allowed) for item in assignment.items]
+    return parts if assignment.covers is None else [replace(part, covers=assignment.covers) for part in parts]

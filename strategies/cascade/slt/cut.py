@@ -76,12 +76,10 @@ class SLTCut(Cut):
         """Return the numbers of atoms that clients may freeze in a step, fewest first; K_T - 1 layers are the last."""
         return [0, *self.layers[: max(0, step.number - 1)]]
 
-    def needed_bytes(self, item: WorkItem) -> int:
-        """Return the fewest bytes with which a device can do a work item, after each frozen atom ran forward alone."""
+    def bytes(self, item: WorkItem) -> int:
+        """Return the memory cost (bytes) of a work item, before which each frozen atom runs forward alone."""
         frozen = range(item.atoms[0]) if item.atoms and not item.measured else ()
-        return max(
-            super().needed_bytes(item), *(self.cost_model.trace_inference(self.blueprint, atom) for atom in frozen), 0
-        )
+        return max(super().bytes(item), *(self.cost_model.trace_inference(self.blueprint, atom) for atom in frozen), 0)
 
     def fit(self, minimum: int, maximum: int) -> Self:
         """Return the cut with the steps for the poorest client's `minimum` bytes. Raises ValueError if one is too large."""

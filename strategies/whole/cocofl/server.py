@@ -21,14 +21,11 @@ frozen norm uses its running statistics, as theirs does, so `architecture.batch-
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
-from math import inf
 from typing import Any
 
 import numpy as np
 
-from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, WeightedMean
 from piecework.models.cascade import is_bare
 from piecework.models.layer_statistics import layer_statistics
@@ -153,12 +150,8 @@ class CoCoFL(Method):
         trained = choices[int(drawn)] if choices else least
         config = CoCoFLTaskConfig([list(trained), list(least)])
         item, other = item_of(cut.blueprint, trained), item_of(cut.blueprint, least)
-        return self.work(item, others=[other], config=config)
-
-    def parts(self, stage: int, state: DeviceState, slowest: float = inf) -> list[Part]:
-        """Return a run that a device trains, which covers those of other rounds."""
-        reached = {unit for run in self.cut.choices(state.allowed_bytes) for unit in learned_units(self.cut.model, run)}
-        return [replace(part, covers=tuple(sorted(reached))) for part in super().parts(stage, state, slowest)]
+        reached = {unit for run in choices for unit in learned_units(cut.model, run)}
+        return self.work(item, others=[other], config=config, covers=tuple(sorted(reached)))
 
     def open(self, current: Round) -> None:
         """Begin a round."""
