@@ -91,7 +91,8 @@ def buffers(pieces: list[PieceModel], optimiser: SGD) -> list[tuple[str, Tensor]
         f"{unit}.{name}"
         for piece in pieces
         for unit, module in piece.units().items()
-        for name, _ in module.named_parameters()
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
     ]
     return [
         (f"{kind}_{name}", buffer)

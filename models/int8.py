@@ -10,6 +10,7 @@ torch's own int8 convolutions are not used: they need its quantized tensors, whi
 fake tensors from which costs are computed.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from piecework.models.cascade import Shape
 
@@ -131,16 +134,16 @@ class Affine(nn.Module):
     factor: Tensor
     shift: Tensor
 
-    def __init__(self, norm: _BatchNorm, dimensions: int) -> None:
+    def __init__(self, norm: _BatchNorm) -> None:
         super().__init__()
         factor, shift = scale_and_shift(norm)
-        shape = (-1, *[1] * dimensions)
-        self.register_buffer("factor", factor.view(shape), persistent=False)
-        self.register_buffer("shift", shift.view(shape), persistent=False)
+        self.register_buffer("factor", factor, persistent=False)
+        self.register_buffer("shift", shift, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of x[B, C, ...]."""
-        return (x * self.factor).add_(self.shift)
+        shape = (-1, *[1] * (x.dim() - 2))
+        return (x * self.factor.view(shape)).add_(self.shift.view(shape))
 
 
 @torch.no_grad()
@@ -175,15 +178,18 @@ def is_plain(layer: nn.Module) -> bool:
 @lru_cache(maxsize=256)
 def find_pairs(build: Callable[[], nn.Module], before: Shape) -> Pairs:
     """Return a unit's convolutions, by path, with the batch norm that reads what each makes. `before` is its input's shape."""
-    made: dict[int, tuple[str, Tensor]] = {}
+    made: dict[int, tuple[str, Tensor, int]] = {}  # what a convolution made, and its version before others changed it
+    read: dict[str, Tensor] = {}  # by norms
+    called: Counter[str] = Counter()
     pairs: dict[str, str] = {}
 
     def note(path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def hook(layer: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
+            called[path] += 1
             if isinstance(layer, nn.Conv2d):
-                pairs[path], made[id(out)] = "", (path, out)
-            elif isinstance(layer, _BatchNorm) and id(inputs[0]) in made and layer.running_mean is not None:
-                pairs[made[id(inputs[0])][0]] = path
+                pairs[path], made[id(out)] = "", (path, out, out._version)
+            elif layer.running_mean is not None:
+                read[path] = inputs[0]
 
         return hook
 
@@ -194,8 +200,31 @@ def find_pairs(build: Callable[[], nn.Module], before: Shape) -> Pairs:
         for path, layer in unit.named_modules():
             if is_plain(layer) or isinstance(layer, _BatchNorm):
                 layer.register_forward_hook(note(path))
-        unit(torch.zeros(2, *before))
+        with _Readers() as readers:
+            unit(torch.zeros(2, *before))
+    for norm, features in read.items():
+        conv, out, version = made.get(id(features), ("", features, -1))
+        if out._version == version and called[norm] == called[conv] == readers.count[id(out)] == 1:
+            pairs[conv] = norm
     return tuple(pairs.items())
+
+
+class _Readers(TorchFunctionMode):
+    """Counts the calls that make a tensor of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[int] = Counter()
+        self._held: list[Any] = []  # so that no id is used again
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function."""
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            self.count.update({id(each) for each in inputs})
+            self._held += [out, *inputs]
+        return out
 
 
 def to_int8(unit: nn.Module, pairs: Pairs) -> None:
@@ -210,6 +239,6 @@ def to_int8(unit: nn.Module, pairs: Pairs) -> None:
             unit.set_submodule(behind, nn.Identity())
     for path, layer in list(unit.named_modules()):
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
-            unit.set_submodule(path, Affine(layer, 2 if isinstance(layer, nn.BatchNorm2d) else 0))
+            unit.set_submodule(path, Affine(layer))
         elif path and type(layer) is nn.ReLU and layer.inplace:
             unit.set_submodule(path, Gate())

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import SafetensorError, safe_open
 
 from piecework.device_profiles.documents import abbreviate, read_json
-from piecework.models.imported.source import is_imported
+from piecework.models.imported.source import is_imported, is_loaded, is_own
 from piecework.models.zoo import MODELS
 
 FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
@@ -101,6 +101,11 @@ def require_loadable(described: dict[str, Any], file: Path) -> None:
         raise ModelFileError(
             f"{file} was trained with model {abbreviate(name)}, which Piecework does not have: first import the module that "
             "adds it to piecework.models.zoo.MODELS"
+        )
+    if isinstance(name, str) and is_own(name) and not is_loaded(name):
+        raise ModelFileError(
+            f"{file} was trained with the code {abbreviate(name)}, which a file cannot have run: if you trust it, call "
+            f"piecework.models.imported.source.find_make({abbreviate(name)}) before"
         )
     try:
         _Described.model_validate(described)

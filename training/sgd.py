@@ -127,7 +127,7 @@ class SGD:
         return {"momentum": self.buffers} if self.buffers else {}
 
     def save(self, folder: Path) -> None:
-        """Write what is kept between steps to a folder, in a file for each kind, because writing copies what is in a file."""
+        """Write what is kept between steps to a folder, in a file for each kind: writing copies channels-last tensors."""
         folder.mkdir(exist_ok=True)
         for kind, held in self.state().items():
             save_file({str(i): tensor.contiguous() for i, tensor in enumerate(held)}, folder / f"{kind}.safetensors")

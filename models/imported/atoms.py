@@ -5,41 +5,28 @@ A device builds an atom from a copy of the module without values, and reads its 
 
 import copy
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import takewhile
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
-from piecework.models.cascade import Atom, Blueprint, Shape, norm_layer, unset_weights, weights_are_unset
+from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weights_are_unset
 from piecework.models.channels import channel_axes
 from piecework.models.imported.boundaries import choose, is_weighted
 from piecework.models.imported.graph import UntraceableError, record_calls
+from piecework.models.imported.module import Source, make, require_state
 from piecework.models.imported.narrow import kept_channels, narrow
 from piecework.models.imported.source import find_make, is_own
-from piecework.models.layers import narrowing, norm_layer_1d, scale_channels
+from piecework.models.layers import narrowing, scale_channels
 
 EXAMPLES = 2
-
-
-@dataclass(frozen=True)
-class Source:
-    """What the module is made of: the name of the model, and the arguments of its function. `batch_norm`: see `norm_layer`.
-
-    `width` and `ratio` are those of `scale_channels`.
-    """
-
-    name: str
-    num_classes: int
-    input_shape: Shape
-    batch_norm: str
-    width: float = 1.0
-    ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -82,32 +69,6 @@ class Same(nn.Module):
         return z
 
 
-def make(source: Source) -> nn.Module:
-    """Return the module, with the norms of the source. Raises ValueError if its function fails."""
-    try:
-        root = find_make(source.name)(source.num_classes, source.input_shape)
-    except (NotImplementedError, RuntimeError, TypeError) as error:
-        if isinstance(error, NotImplementedError) or "meta" in str(error):
-            raise ValueError(
-                f"model = {source.name!r} asks for values while it is built, which torch.device('meta') does not have: {error}"
-            ) from error
-        raise ValueError(f"model = {source.name!r} cannot be built: {type(error).__name__}: {error}") from error
-    if not isinstance(root, nn.Module):
-        raise ValueError(f"model = {source.name!r} returned a {type(root).__name__}: expected an nn.Module")
-    if source.batch_norm not in ("running", "local"):
-        for path, layer in [*root.named_modules()]:
-            if isinstance(layer, nn.BatchNorm2d | nn.BatchNorm1d):
-                change = norm_layer if isinstance(layer, nn.BatchNorm2d) else norm_layer_1d
-                root.set_submodule(path, _with_epsilon_of(layer, change(layer.num_features, source.batch_norm)))
-    return root
-
-
-def _with_epsilon_of(layer: nn.BatchNorm1d | nn.BatchNorm2d, norm: Any) -> nn.Module:
-    norm.eps = layer.eps
-    replaced: nn.Module = norm
-    return replaced
-
-
 @lru_cache(maxsize=64)
 def cut(source: Source) -> Cut:
     """Return the module in parts, or as one with the reason. Raises ValueError if it does not map examples to classes."""
@@ -118,7 +79,7 @@ def cut(source: Source) -> Cut:
 def _whole_cut(source: Source) -> Cut:
     with torch.device("meta"), unset_weights():
         root = make(source).eval()
-    _require_state(root, source)
+    require_state(root, source)
     reason, positions, nodes = "", list[int](), list[fx.Node]()
     try:
         graph = record_calls(root)
@@ -140,12 +101,23 @@ def _whole_cut(source: Source) -> Cut:
         names, shapes = _names(root, nodes, positions), [tuple(values[nodes[p]].shape[1:]) for p in positions]
     first = next((layer for layer in root.modules() if isinstance(layer, nn.Embedding)), None)
     vocabulary = first.num_embeddings if first is not None and len(source.input_shape) == 1 else 0
-    return Cut(tuple(parts), tuple(names), tuple(shapes), _digest(parts), vocabulary, reason)
+    return Cut(tuple(parts), tuple(names), tuple(shapes), _digest(root, parts, source), vocabulary, reason)
 
 
-def _digest(parts: Sequence[nn.Module]) -> str:
-    described = "\n".join(f"{part}\n{getattr(part, 'code', '')}" for part in parts)
-    return hashlib.sha256(described.encode()).hexdigest()
+def _digest(root: nn.Module, parts: Sequence[nn.Module], source: Source) -> str:
+    """Return a digest of what costs depend on: recorded calls, sizes, and the files of all code that is not torch's."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(
+            f"{part}\n{getattr(part, 'code', '')}\n{[tuple(a.shape) for a in part.state_dict().values()]}".encode()
+        )
+    kinds = {kind for module in root.modules() for kind in type(module).__mro__}
+    modules = {kind.__module__ for kind in kinds} | {getattr(find_make(source.name), "__module__", "")}
+    for name in sorted(name for name in modules if name.partition(".")[0] not in ("torch", "builtins", "piecework")):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None:
+            found.update(Path(file).read_bytes())
+    return found.hexdigest()
 
 
 def _narrow_cut(source: Source) -> Cut:
@@ -175,7 +147,15 @@ def _narrow_cut(source: Source) -> Cut:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{whole.name} cannot be cut by width: in {name!r}, {reason}") from error
         found.append(tuple(x.shape[1:]))
-    return Cut(tuple(parts), full.names, tuple(found[:-1]), _digest(parts), full.vocabulary, full.reason)
+    digest = hashlib.sha256(f"{full.digest} {source}".encode()).hexdigest()
+    return Cut(
+        tuple(parts),
+        full.names,
+        tuple(found[:-1]),
+        digest,
+        full.vocabulary,
+        full.reason,
+    )
 
 
 def shapes_of(parts: Sequence[nn.Module]) -> dict[str, Shape]:
@@ -202,17 +182,6 @@ def _join_classifier(
     behind = {str(node.target) for node in nodes[maps[-1] + 1 :] if node.op == "call_module"}
     light = sum(p.numel() for target in behind for p in modules[target].parameters())
     return maps if light <= sum(p.numel() for p in root.parameters()) / 2 else positions
-
-
-def _require_state(root: nn.Module, source: Source) -> None:
-    """Raise ValueError if a module keeps a tensor that no file has."""
-    for path, module in root.named_modules():
-        loose = [*module._non_persistent_buffers_set, *(k for k, v in vars(module).items() if isinstance(v, Tensor))]
-        if loose:
-            raise ValueError(
-                f"model = {source.name!r}: {path or type(root).__name__} keeps {loose[0]!r} outside its state dict, so a "
-                "device that gets only a part of the model would not have it: register it as a persistent buffer"
-            )
 
 
 def _run(module: fx.GraphModule, source: Source) -> dict[fx.Node, Any]:

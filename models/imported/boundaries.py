@@ -6,7 +6,7 @@ layer before them, and what only flattens, averages or drops features to the lay
 """
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -66,7 +66,7 @@ def is_in_place(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     if module is not None:
         return any(getattr(layer, "inplace", False) for layer in module.modules())
     name = name_of(node)
-    changes = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+    changes = name.endswith("_") and not name.endswith("__")
     return changes or bool(node.kwargs.get("inplace")) or node.target in IN_PLACE
 
 
@@ -86,18 +86,17 @@ def crossings(nodes: Sequence[fx.Node], modules: Mapping[str, nn.Module], values
 
 def _ties(nodes: Sequence[fx.Node], modules: Mapping[str, nn.Module]) -> list[tuple[int, int]]:
     """Return the first and the last place at which each parameter or buffer is used, of those that are used more than once."""
-    uses: dict[Hashable, list[int]] = {}
+    uses: dict[int, list[int]] = {}
     for p, node in enumerate(nodes):
         module = module_of(node, modules)
         if module is not None:
-            arrays = [*module.parameters(), *module.buffers()]
-            for array in arrays:
+            for array in [*module.parameters(), *module.buffers()]:
                 uses.setdefault(id(array), []).append(p)
         elif node.op == "get_attr":
-            uses.setdefault(str(node.target), []).extend(
-                nodes.index(user) for user in node.users if user.op != "output"
-            )
-    return [(min(places), max(places)) for places in uses.values() if min(places) < max(places)]
+            owner, _, name = str(node.target).rpartition(".")
+            places = [nodes.index(user) for user in node.users if user.op != "output"]
+            uses.setdefault(id(getattr(modules[owner], name)), []).extend(places)
+    return [(min(places), max(places)) for places in uses.values() if places and min(places) < max(places)]
 
 
 def _changes(boundary: fx.Node, later: Sequence[fx.Node], modules: Mapping[str, nn.Module]) -> bool:

@@ -1,13 +1,16 @@
 """The recorded calls of a module's forward pass, by torch.fx, on tensors without values.
 
 torch.fx is a part of `import torch`, and records the Python code of `forward` itself, so that a client finds the same cut from
-the same code, without the compiler, and without memory for weights. torch.export, and the splitter of
-torch.distributed.pipelining, which is built on it, import the compiler.
+the same code, without the compiler (which torchvision imports by itself), and without memory for weights. torch.export, and the
+splitter of torch.distributed.pipelining, which is built on it, import the compiler.
 """
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
 from torch import fx, nn
 
 OPENED = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)  # of torch's own classes, and what derives from these
@@ -47,7 +50,7 @@ def record_calls(root: nn.Module) -> fx.Graph:
     """
     leaves: set[str] = set()
     while True:
-        tracer = _Tracer(leaves)
+        tracer, before = _Tracer(leaves), _random_states()
         try:
             trained = tracer.trace(root.train(True))
             tracer.inside = []
@@ -56,12 +59,20 @@ def record_calls(root: nn.Module) -> fx.Graph:
             reason = str(error).partition("\n")[0] or type(error).__name__
             leaves.add(_inner(root, tracer.inside[-1:], leaves, reason))
             continue
+        if _random_states() != before:
+            raise UntraceableError(
+                f"{type(root).__name__}: its forward pass draws random numbers outside torch's layers"
+            )
         pairs = zip(trained.nodes, evaluated.nodes, strict=False)
         unlike = next((one for one, other in pairs if one.format_node() != other.format_node()), None)
         if unlike is None and len(trained.nodes) == len(evaluated.nodes):
             return evaluated
         stack = list(unlike.meta.get("nn_module_stack", {})) if unlike is not None else []
         leaves.add(_inner(root, stack[-1:], leaves, "its forward pass asks for self.training"))
+
+
+def _random_states() -> tuple[Any, ...]:
+    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 
 
 def _inner(root: nn.Module, path: list[str], leaves: set[str], reason: str) -> str:

@@ -65,10 +65,20 @@ def _load_module(place: str, name: str) -> Any:
         ) from error
 
 
+def _module_name(path: Path) -> str:
+    return f"piecework_model_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
+
+
+def is_loaded(name: str) -> bool:
+    """Return whether the user's code that a name is of has been imported already."""
+    place = name.rpartition(":")[0]
+    return (_module_name(Path(place)) if place.endswith(".py") else place) in sys.modules
+
+
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"model: there is no file {str(path)!r} (looked for from {Path.cwd()})")
-    known = f"piecework_model_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
+    known = _module_name(path)
     if known not in sys.modules:
         spec = spec_from_file_location(known, path)
         assert spec is not None and spec.loader is not None
@@ -76,9 +86,11 @@ def _load_file(path: Path) -> Any:
         sys.modules[known] = module
         try:
             spec.loader.exec_module(module)
-        except BaseException:
+        except BaseException as error:
             del sys.modules[known]
-            raise
+            if not isinstance(error, Exception):
+                raise
+            raise ValueError(f"model: {str(path)!r} cannot be imported: {type(error).__name__}: {error}") from error
     return sys.modules[known]
 
 

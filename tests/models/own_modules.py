@@ -165,3 +165,42 @@ def wrong(num_classes: int, _: Any) -> nn.Module:
 
 def no_module(num_classes: int, _: Any) -> int:
     return num_classes
+
+
+class Shares(nn.Module):
+    """Uses a convolution's weight once more, as a function."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first, self.shared, self.between = (nn.Conv2d(c, 4, 3, padding=1) for c in (1, 4, 4))
+        self.out = nn.Linear(4, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(self.shared(self.first(x)).relu()).relu()
+        return self.out(F.conv2d(x, self.shared.weight).mean((2, 3)))
+
+
+def shares(num_classes: int, _: Any) -> nn.Module:
+    return Shares(num_classes)
+
+
+def shared_norm(num_classes: int, _: Any) -> nn.Module:
+    norm = nn.BatchNorm2d(4)
+    blocks = [nn.Sequential(nn.Conv2d(c, 4, 3, padding=1), norm, nn.ReLU()) for c in (1, 4)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))
+
+
+class Drops(nn.Module):
+    """Leaves a layer out at random."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        return self.two(x if self.training and float(torch.rand(1)) < 0.5 else self.one(x).relu())
+
+
+def drops(num_classes: int, _: Any) -> nn.Module:
+    return Drops(num_classes)

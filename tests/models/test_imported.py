@@ -13,7 +13,9 @@ from torchvision.models import get_model
 from piecework.client_app.app import require_strategy_of_run
 from piecework.models.cascade import Blueprint, Cascade, initial_state
 from piecework.models.channels import channel_axes
-from piecework.models.imported.atoms import Source, cut, make
+from piecework.models.imported.atoms import cut
+from piecework.models.imported.module import Source, make
+from piecework.models.model_file import ModelFileError
 from piecework.models.trained_model import load_model
 from piecework.models.variant import Variant, vary
 from piecework.models.width import shapes, sub_indices, take, take_first
@@ -236,3 +238,59 @@ def test_half_of_its_channels_by_hand() -> None:
 def test_channels_that_cannot_be_followed_are_named() -> None:
     with pytest.raises(ValueError, match="cannot be cut by width: in atom 'conv_proj', channels cannot be followed"):
         build_blueprint("torchvision:vit_b_16", num_classes=10, input_shape=(3, 32, 32), width=0.5)
+
+
+def test_a_weight_that_is_used_in_two_ways_stays_in_one_atom() -> None:
+    assert [atom.name for atom in blueprint_of(name_of("shares")).atoms] == ["first", "shared"]
+
+
+@pytest.mark.parametrize("batch_norm", ["running", "batch", "group"])
+def test_a_norm_in_two_places_stays_one(batch_norm: str) -> None:
+    root = make(Source(name_of("shared_norm"), 10, DIGIT, batch_norm))
+    assert root.get_submodule("0.1") is root.get_submodule("1.1")
+    first, second = blueprint_of(
+        name_of("shared_norm"), DIGIT, batch_norm
+    ).atoms  # the first convolution, and all behind it
+    kinds = [type(layer).__name__ for layer in second.build().modules() if "Norm" in type(layer).__name__]
+    assert [type(layer).__name__ for layer in first.build().children()] == ["Module"]
+    assert len(kinds) == 1
+
+
+def test_random_numbers_are_not_recorded() -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        cut.cache_clear()
+        found = cut(Source(name_of("drops"), 10, DIGIT, "running"))
+        assert found.reason == "Drops: its forward pass draws random numbers outside torch's layers"
+
+
+def test_other_code_has_other_costs(tmp_path: Path) -> None:
+    """Traces are kept by the digest: the same layers in another order of a forward pass that is called as a whole."""
+    digests = []
+    for number, factor in enumerate(("", "* x[:, :8]")):
+        text = (
+            Path(name_of("").rstrip(":"))
+            .read_text("utf-8")
+            .replace("return self.fc(x) if", f"return self.fc(x) {factor} if")
+        )
+        (tmp_path / f"m{number}.py").write_text(text, "utf-8")
+        digests.append(cut(Source(f"{tmp_path / f'm{number}.py'}:branching", 10, DIGIT, "running")).digest)
+    assert digests[0] != digests[1]
+
+
+def test_a_models_file_has_no_code_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(Path(name_of("").rstrip(":")).read_text("utf-8"), "utf-8")
+    settings = {"model": f"{tmp_path / 'mine.py'}:net", "strategy": "fedavg", "fleet": "unlimited", "num_rounds": 1}
+    run = run_local(tmp_path / "run", **TRIO | settings)
+    (loaded,) = [
+        name for name, module in sys.modules.items() if getattr(module, "__file__", "") == str(tmp_path / "mine.py")
+    ]
+    del sys.modules[loaded]
+    with pytest.raises(ModelFileError, match="which a file cannot have run: if you trust it, call"):
+        load_model(run.path)
+
+
+def test_errors_of_a_users_file_name_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import helper_not_here\n", "utf-8")
+    with pytest.raises(ValueError, match=r"mine.py' cannot be imported: ModuleNotFoundError: No module named"):
+        blueprint_of(f"{tmp_path / 'mine.py'}:net")

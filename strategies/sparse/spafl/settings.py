@@ -24,7 +24,7 @@ class SpaFLSettings(Table):
     )
     frozen_weights: bool = setting(
         False,
-        "clients train thresholds alone: weights, norms included, stay as they began (Table 1), and Eq. 13 is off",
+        "clients train thresholds alone (Table 1): weights and norms' stay as they began, running statistics move",
     )
     silent_norms: bool = setting(True, "the batch norm of a pruned filter is masked too")
     clamp_thresholds: bool = setting(

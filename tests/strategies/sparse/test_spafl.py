@@ -499,11 +499,14 @@ def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any
         run_local(tmp_path, **SPAFL | changes)
 
 
-def test_thresholds_alone_are_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("momentum", [False, True])
+def test_thresholds_alone_are_trained(tmp_path: Path, momentum: bool) -> None:
     """Table 1: weights and norms stay as they began, and take neither gradients nor momentum."""
     changes = {"num_rounds": 2, "clients_per_round": 0, "training__lr": 0.1}
     dense = run_local(tmp_path / "trained", **SPAFL | changes)
-    run_dir = run_local(tmp_path / "frozen", **SPAFL | changes | {"spafl__frozen_weights": True})
+    run_dir = run_local(
+        tmp_path / "frozen", **SPAFL | changes | {"spafl__frozen_weights": True, "spafl__client_momentum": momentum}
+    )
     settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}"})
     initial = {name: value.numpy() for name, value in initial_state(masked_model(settings), settings.seed)}
     statistics = ("running_mean", "running_var", "num_batches_tracked")

@@ -23,7 +23,7 @@ from helpers import (
     tiny_settings,
     training,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from piecework.models.cascade import unit_of
@@ -102,7 +102,7 @@ def test_a_frozen_relu_and_a_frozen_norm_by_hand() -> None:
         assert array is not None
         nn.init.uniform_(array, 0.5, 2)
     z = torch.randn(2, 3, 4, 4)
-    torch.testing.assert_close(Affine(norm, 2)(z), norm(z))
+    torch.testing.assert_close(Affine(norm)(z), norm(z))
 
 
 @pytest.mark.parametrize("name", ["resnet10", "preresnet20", "vgg11", "lenet5", "cnn4"])
@@ -293,3 +293,44 @@ def test_runs_that_fit_are_as_long_as_possible() -> None:
 def test_frozen_norms_need_running_statistics(norm: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"architecture.batch-norm = '{norm}': cocofl fuses frozen norms"):
         run_local(tmp_path, **SMALL | {"architecture__batch_norm": norm})
+
+
+class PreActivated(nn.Module):
+    """A convolution whose output a norm and a skip read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y + self.norm(y)
+
+
+def twice() -> nn.Module:
+    norm = nn.BatchNorm2d(3)
+    return nn.Sequential(nn.Conv2d(3, 3, 3), norm, nn.Conv2d(3, 3, 3), norm)
+
+
+@pytest.mark.parametrize(
+    ("build", "pairs"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True)), (("0", "1"),)),
+        (lambda: nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU(inplace=True), nn.BatchNorm2d(3)), (("0", ""),)),
+        (PreActivated, (("conv", ""),)),
+        (twice, (("0", ""), ("2", ""))),
+    ],
+)
+def test_norms_that_are_fused(build: Any, pairs: Any) -> None:
+    """Only those that alone read what one convolution makes, before anything changes it."""
+    assert find_pairs(build, (3, 8, 8)) == pairs
+
+
+def test_norms_of_features_in_a_row() -> None:
+    norm = nn.BatchNorm1d(4).eval()
+    nn.init.normal_(norm.weight)
+    assert norm.running_mean is not None
+    nn.init.normal_(norm.running_mean)
+    for shape in ((5, 4), (5, 4, 4)):
+        z = torch.randn(*shape)
+        torch.testing.assert_close(Affine(norm)(z), norm(z))

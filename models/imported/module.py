@@ -1,0 +1,68 @@
+"""The module that a user's function makes, with the norms that the settings ask for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from piecework.models.cascade import Shape, norm_layer
+from piecework.models.imported.source import find_make
+from piecework.models.layers import norm_layer_1d
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the module is made of: the name of the model, and the arguments of its function. `batch_norm`: see `norm_layer`.
+
+    `width` and `ratio` are those of `scale_channels`.
+    """
+
+    name: str
+    num_classes: int
+    input_shape: Shape
+    batch_norm: str
+    width: float = 1.0
+    ratio: float = 1.0
+
+
+def make(source: Source) -> nn.Module:
+    """Return the module, with the norms of the source. Raises ValueError if its function fails."""
+    function = find_make(source.name)
+    try:
+        root = function(source.num_classes, source.input_shape)
+    except Exception as error:  # whatever the user's code raises
+        if isinstance(error, NotImplementedError) or "meta" in str(error):
+            raise ValueError(
+                f"model = {source.name!r} asks for values while it is built, which torch.device('meta') does not have: {error}"
+            ) from error
+        if isinstance(error, ValueError) and str(error).startswith("model = "):
+            raise
+        raise ValueError(f"model = {source.name!r} cannot be built: {type(error).__name__}: {error}") from error
+    if not isinstance(root, nn.Module):
+        raise ValueError(f"model = {source.name!r} returned a {type(root).__name__}: expected an nn.Module")
+    if source.batch_norm not in ("running", "local"):
+        made: dict[nn.Module, nn.Module] = {}  # a norm in several places stays one
+        for path, layer in [*root.named_modules(remove_duplicate=False)]:
+            if isinstance(layer, nn.BatchNorm2d | nn.BatchNorm1d):
+                if layer not in made:
+                    change = norm_layer if isinstance(layer, nn.BatchNorm2d) else norm_layer_1d
+                    made[layer] = _with_epsilon_of(layer, change(layer.num_features, source.batch_norm))
+                root.set_submodule(path, made[layer])
+    return root
+
+
+def _with_epsilon_of(layer: nn.BatchNorm1d | nn.BatchNorm2d, norm: Any) -> nn.Module:
+    norm.eps = layer.eps
+    replaced: nn.Module = norm
+    return replaced
+
+
+def require_state(root: nn.Module, source: Source) -> None:
+    """Raise ValueError if a module keeps a tensor that no file has."""
+    for path, module in root.named_modules():
+        loose = [*module._non_persistent_buffers_set, *(k for k, v in vars(module).items() if isinstance(v, Tensor))]
+        if loose:
+            raise ValueError(
+                f"model = {source.name!r}: {path or type(root).__name__} keeps {loose[0]!r} outside its state dict, so a "
+                "device that gets only a part of the model would not have it: register it as a persistent buffer"
+            )
