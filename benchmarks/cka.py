@@ -63,7 +63,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print a list of numbers")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    data = dataset_of(Settings.from_run_config(RunDir(given.runs[0]).settings()))
+    one, other = (RunDir(run).settings() for run in given.runs)
+    for key in ("dataset", "data.pixel-scale", "data.image-size"):
+        if one[key] != other[key]:
+            parser.error(
+                f"{key} is {one[key]!r} in the first run and {other[key]!r} in the second: they see other inputs"
+            )
+    data = dataset_of(Settings.from_run_config(one))
     inputs = as_inputs(data.test_inputs[np.arange(min(given.examples, len(data.test_inputs)))], data)
     first, second = (load(run, normalise=False).network for run in given.runs)
     found = compare(first, second, inputs)

@@ -51,3 +51,7 @@ def test_two_runs_beside_each_other(
     assert len(other) == len(same)
     assert all(0 < value < 1 for value in other)
     assert "logits" in said(str(runs[0]), str(runs[1]))
+    raw = run_local(tmp_path / "raw", strategy="fedavg", num_rounds=1, data__pixel_scale="raw", **TRIO).path
+    with pytest.raises(SystemExit):
+        said(str(runs[0]), str(raw))
+    assert "data.pixel-scale is 'normalised' in the first run and 'raw' in the second" in capsys.readouterr().err

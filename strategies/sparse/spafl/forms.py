@@ -207,7 +207,8 @@ class SparseTrainer(LocalTrainer):
             self.optimiser.save(self._compact_state)
             self.pieces = []
             del self.optimiser, self._loss
-            model = SparseModel(blueprint, range(len(blueprint.atoms)), "head", self.client.load())
+            kind = model_class(self.client.settings)
+            model = kind(blueprint, range(len(blueprint.atoms)), "head", self.client.load())
             self._compact.write_back(model.units())
             self._compact = None  # frees its weights before the optimiser's state is read
             self._take_up(model)
