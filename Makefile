@@ -2,21 +2,32 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Which build of torch: `cpu`, `cu130`, ..., as uv's --torch-backend has them, or nothing for the package index's own.
+# The stamp has the name of the installed one, which later commands keep if they name none.
+TORCH ?= $(shell cat $(STAMP) 2>/dev/null)
+# uv would keep another build that an interrupted installation left.
+TORCH_OPTIONS := $(if $(TORCH),--torch-backend='$(TORCH)' --reinstall-package torch --reinstall-package torchvision)
 
 # Without compiled modules every process compiles torch again, which doubles the time of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check tables defaults clean
+.PHONY: setup same-torch demo test check tables defaults clean
 
-setup: $(STAMP)
+setup: same-torch $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml | same-torch
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Piecework needs Python 3.11 or newer; this is " + sys.version.split()[0] + " (set PYTHON=...)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import uv' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python --editable '.[simulation,data,report,attacks,dev]'
+	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python $(TORCH_OPTIONS) --editable '.[simulation,data,report,attacks,dev]'
 	$(BIN)/piecework plan >/dev/null
-	@touch $@
+	@echo '$(TORCH)' >$@
+
+# Nothing swaps the build in a .venv, which may hold packages of your own and would keep the CUDA libraries.
+same-torch:
+	@installed=$$(cat $(STAMP) 2>/dev/null) || exit 0; test "$$installed" = '$(TORCH)' || { \
+	echo "TORCH=$(TORCH): .venv has torch from TORCH=$${installed:-(the package index)}. Keep it (leave TORCH out), or begin anew:" \
+	"make clean, and this command again." >&2; exit 1; }
 
 demo: setup
 	$(BIN)/piecework run

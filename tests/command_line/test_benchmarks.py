@@ -21,6 +21,7 @@ from benchmarks import boards, container_piece, containers, durations, prism_ste
 from piecework.cli import app
 from piecework.commands.options import settings_from
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 Say = Callable[..., str]
 
 
@@ -86,6 +87,18 @@ def test_memory_with_fit(said: Say, tmp_path: Path) -> None:
         ["lenet5", kind] for kind in ("whole", "fedepth", "fedprophet", "profl")
     ]
     assert "lenet5, whole" in picture.read_text("utf-8")
+
+
+def test_the_picture_in_the_readme_is_the_demos_plan(said: Say, tmp_path: Path) -> None:
+    files = [tmp_path / f"overview.{ending}" for ending in ("svg", "png")]
+    said("overview", *map(str, files))
+    drawn, shown = (
+        re.findall(r"<text[^>]*>([^<]*)", path.read_text("utf-8")) for path in (files[0], DOCS / "overview.svg")
+    )
+    assert drawn == shown
+    assert {"conv1", "conv5", "head", "board-a", "board-d", "1..4"} <= set(drawn)
+    sizes = [int.from_bytes(path.read_bytes()[16:24]) for path in (files[1], DOCS / "overview.png")]  # width and height
+    assert sizes[0] == sizes[1]
 
 
 def test_steps_of_small_models(said: Say) -> None:
