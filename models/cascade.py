@@ -59,6 +59,7 @@ class Blueprint:
     options: tuple[tuple[str, str | int], ...] = ()
     initialisation: str = "default"  # of `initial_state`, or kaiming-normal
     auxiliary_pool: str = "authors"  # the pooling before an `auxiliary_head`
+    uncut: str = ""  # why a torch module is one atom, if it is
     stored_shape: Shape = ()  # of an image on disk, if images are resized to `input_shape` when they are read
 
     @property
@@ -117,8 +118,7 @@ class ExitHead(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Return logits[B, classes] for z[B, C, H, W], z[B, tokens, F] or z[B, F]."""
-        z = self.norm(z)
-        logits: Tensor = self.fc(pool_features(z))
+        logits: Tensor = self.fc(pool_features(self.norm(z)))
         return logits
 
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import SafetensorError, safe_open
 
 from piecework.device_profiles.documents import abbreviate, read_json
+from piecework.models.imported.objects import is_object
 from piecework.models.imported.source import is_imported, is_loaded, is_own
 from piecework.models.zoo import MODELS
 
@@ -103,6 +104,11 @@ def require_loadable(described: dict[str, Any], file: Path) -> None:
             "adds it to piecework.models.zoo.MODELS"
         )
     if isinstance(name, str) and is_own(name) and not is_loaded(name):
+        if is_object(name):
+            raise ModelFileError(
+                f"{file} was trained with {abbreviate(name)}, a module of a Python process: make such a module here, and "
+                "give it the weights by piecework.load(..., into=module)"
+            )
         raise ModelFileError(
             f"{file} was trained with the code {abbreviate(name)}, which a file cannot have run: if you trust it, call "
             f"piecework.models.imported.source.find_make({abbreviate(name)}) before"
@@ -115,3 +121,11 @@ def require_loadable(described: dict[str, Any], file: Path) -> None:
         given = f"{place} = {abbreviate(first['input'])}: " if place and first["type"] != "missing" else ""
         missing = f"{place} is missing" if first["type"] == "missing" else message
         raise ModelFileError(f"{file} cannot be read: of its description, {given}{missing}") from None
+
+
+def find_file(path: Path) -> Path:
+    """Return the file of a trained model, given directly or as the run's folder. Raises ModelFileError if there is none."""
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelFileError(f"{path} holds no model.safetensors: has the run completed?")
+    return file

@@ -20,7 +20,7 @@ from piecework.device_profiles.documents import abbreviate
 from piecework.models.cascade import Blueprint, Cascade, isolate_rng
 from piecework.models.depth_exits import ExitCascade
 from piecework.models.dual_norm import begin_adversarial, use
-from piecework.models.model_file import ModelFileError, description, require_loadable
+from piecework.models.model_file import ModelFileError, description, find_file, require_loadable
 from piecework.models.resizing import resize
 from piecework.models.variant import Variant, vary
 from piecework.models.zoo import build_blueprint
@@ -178,7 +178,7 @@ def network_of(description: Mapping[str, Any]) -> Blueprint:
 
 def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
     """Load the model from a file or a run's folder. Raises ModelFileError."""
-    file = model_file(path)
+    file = find_file(path)
     described = description(file)
     require_loadable(described, file)
     try:
@@ -249,11 +249,3 @@ def first_line(error: Exception) -> str:
         first = error.errors()[0]
         return f"variant.{'.'.join(map(str, first['loc']))} = {abbreviate(first['input'])}: {first['msg']}"
     return (str(error).splitlines() or [""])[0][:300]
-
-
-def model_file(path: Path) -> Path:
-    """Return the file of a trained model, given directly or as the run's folder. Raises ModelFileError if there is none."""
-    file = path / "model.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        raise ModelFileError(f"{path} holds no model.safetensors: has the run completed?")
-    return file

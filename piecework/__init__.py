@@ -1,10 +1,18 @@
 """Federated training of one model across devices none of which can hold it."""
 
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from piecework.api.comparisons import Comparison, compare
+    from piecework.api.plans import Advice, Plan, plan, suggest
+    from piecework.api.runs import Run, RunFailedError, run
     from piecework.models.trained_model import TrainedModel
+
+__all__ = ["Advice", "Comparison", "Plan", "Run", "RunFailedError", "compare", "load", "plan", "run", "suggest"]
 
 __version__ = "0.1.0"
 
@@ -15,7 +23,28 @@ if not (Path(__file__).parent / "models").is_dir():
     __path__.append(str(Path(__file__).resolve().parent.parent))
 
 
-def load(path: str | Path, *, normalise: bool = True) -> "TrainedModel":
+_PLACES = {  # loaded when they are asked for: clients and boards import this package too
+    **dict.fromkeys(("Comparison", "compare"), "comparisons"),
+    **dict.fromkeys(("Advice", "Plan", "plan", "suggest"), "plans"),
+    **dict.fromkeys(("Run", "RunFailedError", "run"), "runs"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'piecework' has no attribute {name!r}")
+    return getattr(import_module(f"piecework.api.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+@overload
+def load(path: str | Path, *, normalise: bool = True) -> "TrainedModel": ...
+@overload
+def load(path: str | Path, *, into: "nn.Module") -> "nn.Module": ...
+def load(path: str | Path, *, normalise: bool = True, into: "nn.Module | None" = None) -> "nn.Module":
     """Load the trained model of a finished run, in evaluation mode, from the run's folder or a copy of its model.safetensors.
 
     The model takes images [B, C, H, W], uint8 or floats in [0, 1], and scales them itself; with `normalise=False` they must be
@@ -24,9 +53,16 @@ def load(path: str | Path, *, normalise: bool = True) -> "TrainedModel":
     their logits. A model with separate statistics for attacked images (FedRBN) has those of its setting `evaluation-branch`, or
     the clean ones if that setting chooses per image.
 
+    With `into`, a module of one's own of the kind that the run trained (`model=FILE.py:FUNCTION` or a module), the trained
+    weights are given to it under its own names, and it is returned. It takes standardised images, as in training.
+
     Neither the data set nor Flower is needed. Raises ModelFileError (in piecework.models.trained_model) if the file does not
-    exist or cannot be read.
+    exist, cannot be read, or does not fit the module.
     """
+    if into is not None:
+        from piecework.models.imported.own_names import fill_module
+
+        return fill_module(into, Path(path))
     from piecework.models.trained_model import load_model
 
     return load_model(Path(path), normalise=normalise)

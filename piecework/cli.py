@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from piecework.api.plans import Advice, Plan, ask_about
+from piecework.api.runs import COUNTED, carry_out
 from piecework.commands.base import (
-    COUNTED,
     FAILED,
     INTERRUPTED,
-    NO_RUN,
     TERMINATED,
     Json,
     Named,
@@ -36,7 +36,7 @@ from piecework.commands.lists import lists
 from piecework.commands.options import Scalars, connection_to, run_command, seeds_from, settings_from
 from piecework.commands.results import results
 from piecework.device_profiles.user_cache import trace_anew
-from piecework.engines.processes import Connection, EngineError
+from piecework.engines.processes import Connection
 from piecework.server_app.signals import end_on_hangup
 from piecework.training.settings import Settings, SettingsError
 
@@ -136,43 +136,26 @@ def run_one(
 
     Returns the summary, and the exit code of the signal that ended the run, or 0.
     """
-    from piecework.client_app.disk import StorageError
-    from piecework.engines.launch import SuperLinkLostError, launch
-    from piecework.federation.errors import RunAbortedError, TooFewNodesError
     from piecework.report.progress import RoundProgress
-    from piecework.server_app.preflight import preflight
-    from piecework.server_app.run_folder import STOPPED, resolve_run_dir
-    from piecework.server_app.summary import summarise
+    from piecework.server_app.run_folder import STOPPED
 
     listen()
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
     settings = settings.with_values({"seed": seed, "run-name": name})
-    preflight(settings)
-    run_dir = resolve_run_dir(settings)
-    # a ServerApp elsewhere must find this very run, and not choose again
-    chosen = {"resume-from": str(run_dir.path)} if settings.resume_from else {"run-name": run_dir.path.name}
-    settings = settings.with_values(chosen)
-    reason, ended_by, before = "", 0, run_dir.summary_version()
-    summary: dict[str, Any] | None = None
-    try:
-        with RoundProgress(settings.num_rounds, err) as progress:
-            summary = launch(settings, run_dir, progress.update, restarts, connection)
-    except (RunAbortedError, TooFewNodesError, EngineError, SuperLinkLostError, StorageError) as error:
-        reason = str(error)
-    except KeyboardInterrupt:
-        ended_by = INTERRUPTED
-    except SystemExit as error:
-        ended_by = error.code if isinstance(error.code, int) else TERMINATED
-    if run_dir.summary_version() != before:
-        summary = run_dir.summary()
-    if summary is None:
-        begun, status, why = run_dir.has_begun(), STOPPED if ended_by else "failed", reason or "stopped by a signal"
-        nothing = NO_RUN | {"status": status, "reason": why}
-        summary = summarise(run_dir, status, why, run_dir.seconds()) if begun else nothing
-    show_run(run_dir, summary, reason, as_json)
-    if summary["status"] == STOPPED:
-        err.print(how_to_go_on(run_dir, connection), highlight=False, soft_wrap=True)
-    return summary, ended_by
+    found = carry_out(settings, RoundProgress(settings.num_rounds, err), restarts, connection)
+    show_run(found.run_dir, found.summary, found.reason, as_json)
+    if found.summary["status"] == STOPPED:
+        err.print(how_to_go_on(found.run_dir, connection), highlight=False, soft_wrap=True)
+    return found.summary, code_of(found.signal)
+
+
+def code_of(signal: BaseException | None) -> int:
+    """Return the exit code of the signal that ended a run, or 0."""
+    if signal is None:
+        return 0
+    if isinstance(signal, SystemExit):
+        return signal.code if isinstance(signal.code, int) else TERMINATED
+    return INTERRUPTED
 
 
 def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: bool) -> None:
@@ -250,29 +233,23 @@ def plan(
 ) -> None:
     """Show which pieces a model falls into, which device can train which, and how long a round takes; nothing is trained."""
     from piecework.plans.plan import make_plan
-    from piecework.plans.question import ask
     from piecework.report.progress import show_waiting
 
     with user_errors(as_json, {}), trace_anew(no_cache):
         own: Scalars = {"memory.model": memory_model, "training.batch-size": batch_size or 0}
         given = named | {key: value for key, value in own.items() if value}
         settings = settings_from(preset, assignments, nodes=nodes, named=given)
-        # a model without a data set: what it usually reads
-        usual = "model" in named and "dataset" not in named and not preset
-        if input_shape and "dataset" in named:
-            raise SettingsError(f"--input-shape {input_shape} and --dataset {named['dataset']}: give one of them")
         if suggest and picture:
             raise SettingsError(f"--picture {picture}: a picture shows one plan, --suggest makes several")
-        precise = precision or settings.training.precision
-        question = ask(settings, usual, input_shape, classes, examples, budget, precise, attack_steps)
+        question = ask_about(settings, named, preset, input_shape, classes, examples, budget, precision, attack_steps)
         if suggest:
-            data = "DATASET" if usual or input_shape else ""
+            data = "DATASET" if input_shape or ("model" in named and "dataset" not in named and not preset) else ""
             asked: Scalars = {"dataset": data, "training.precision": precision, "attack.steps": attack_steps or ""}
             given |= {key: value for key, value in asked.items() if value}
             show_advice(settings, question, lambda own: run_command(preset, assignments, given | own, nodes), as_json)
             return
         with show_waiting(err, "planning"):
-            found = make_plan(settings, question)
+            found = Plan(make_plan(settings, question))
         show_plan(found, picture, preset, as_json)
 
 
@@ -282,22 +259,22 @@ def show_advice(settings: Settings, question: "PlanQuestion", command: Callable[
     from piecework.plans.suggest_view import advice_tables
 
     with tell_steps("planning", silent=as_json) as tell:
-        advice = advise(settings, question, tell)
-    if (found := advice["recommended"]) is not None:
-        found["command"] = command(found["settings"])
-    print(json.dumps({"suggest": advice})) if as_json else show_lines(advice_tables(advice))
+        advice = Advice(advise(settings, question, tell))
+    if advice.recommended is not None:
+        advice.record["recommended"]["command"] = command(advice.recommended)
+    print(json.dumps({"suggest": advice.record})) if as_json else show_lines(advice_tables(advice.record))
 
 
-def show_plan(found: dict[str, Any], picture: str, preset: str, as_json: bool) -> None:
+def show_plan(found: Plan, picture: str, preset: str, as_json: bool) -> None:
     """Print a plan, and draw its picture where a file for it is named."""
-    from piecework.plans.plan_view import draw, plan_tables
+    from piecework.plans.plan_view import plan_tables
 
     if picture:
-        draw(found, Path(picture))
+        found.draw(picture)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(found.record))
         return
-    show_lines(plan_tables(found))
+    show_lines(plan_tables(found.record))
     if picture:
         out.print(f"picture: {picture}", soft_wrap=True)
     elif not preset:

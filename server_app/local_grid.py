@@ -28,6 +28,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from piecework.device_profiles.profile import usable_cpus
 from piecework.federation.errors import RunAbortedError
+from piecework.models.imported.objects import is_object
 from piecework.server_app.signals import end_with_parent, without_interrupts
 
 SERVER = 1
@@ -70,9 +71,18 @@ def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_
     return pickle.dumps(reply, protocol=5)
 
 
-def work(connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: NodeConfig) -> None:
-    """Run a worker process: answer messages until the other end of the connection is closed."""
+def work(
+    connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: NodeConfig, module: bytes
+) -> None:
+    """Run a worker process: answer messages until the other end of the connection is closed.
+
+    `module` is the model if that is an object of the parent process.
+    """
     identify(SERVER)
+    if module:
+        from piecework.models.imported.objects import take_object
+
+        take_object(str(run_config["model"]), module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its workers
     end_with_parent()
     connection.send_bytes(READY)
@@ -82,6 +92,16 @@ def work(connection: Connection, run_config: Mapping[str, Any], clients: int, no
         except EOFError:
             return
         connection.send_bytes(answer(message, run_config, clients, node_config))
+
+
+def _dump_module(run_config: Mapping[str, Any]) -> bytes:
+    """Return the model for worker processes if it is an object of this process, else nothing."""
+    name = str(run_config.get("model", ""))
+    if not is_object(name):
+        return b""
+    from piecework.models.imported.objects import dump_object
+
+    return dump_object(name)
 
 
 class Worker(NamedTuple):
@@ -128,6 +148,7 @@ class LocalGrid(Grid):
         identify(SERVER)
         self._clients = clients
         self._arguments = (dict(run_config), clients, node_config or {})
+        self._module = _dump_module(run_config) if workers > 1 else b""
         self._order: deque[str] = deque()
         self._waiting: deque[tuple[str, bytes]] = deque()
         self._done: dict[str, Message] = {}
@@ -143,7 +164,8 @@ class LocalGrid(Grid):
         context: Any = multiprocessing.get_context(self._start_method)
         ours, theirs = context.Pipe()
         worker = Worker(
-            context.Process(target=self._work, args=(theirs, *self._arguments), daemon=True), queue.SimpleQueue()
+            context.Process(target=self._work, args=(theirs, *self._arguments, self._module), daemon=True),
+            queue.SimpleQueue(),
         )
         thread = threading.Thread(target=converse, args=(ours, worker.tasks, self._arrived), daemon=True)
         with without_interrupts():

@@ -14,7 +14,9 @@ def remedies(server: MethodServer, refused: Sequence[dict[str, Any]]) -> list[st
     cut = server.method.cut
     whole = cut.stage_count == 1 and not (cut.can.cuts or cut.can.adapts or cut.cost_model.ways)
     found = whole_in_less(server, refused) if whole else []
-    if not cut.can.cuts:
+    if uncut := cut.model.uncut:
+        found.append(f"the model is one piece, which no strategy trains in parts, because of {uncut}")
+    elif not cut.can.cuts:
         found.append(f"strategy = {in_pieces(server.attacks)} trains the whole model in pieces")
     found.append("training.batch-size or architecture.width may be smaller, or the fleet may have more memory")
     return [f"{'try' if number == 0 else 'or'}: {remedy}" for number, remedy in enumerate(found)]

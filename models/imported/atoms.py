@@ -23,6 +23,7 @@ from piecework.models.imported.boundaries import choose, is_weighted
 from piecework.models.imported.graph import UntraceableError, record_calls
 from piecework.models.imported.module import Source, make, require_state
 from piecework.models.imported.narrow import kept_channels, narrow
+from piecework.models.imported.objects import code_of, is_object
 from piecework.models.imported.source import find_make, is_own
 from piecework.models.layers import narrowing, scale_channels
 
@@ -111,12 +112,10 @@ def _digest(root: nn.Module, parts: Sequence[nn.Module], source: Source) -> str:
         found.update(
             f"{part}\n{getattr(part, 'code', '')}\n{[tuple(a.shape) for a in part.state_dict().values()]}".encode()
         )
-    kinds = {kind for module in root.modules() for kind in type(module).__mro__}
-    modules = {kind.__module__ for kind in kinds} | {getattr(find_make(source.name), "__module__", "")}
-    for name in sorted(name for name in modules if name.partition(".")[0] not in ("torch", "builtins", "piecework")):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None:
-            found.update(Path(file).read_bytes())
+    for code in sorted({code_of(kind) for module in root.modules() for kind in type(module).__mro__}):
+        found.update(code)
+    file = getattr(sys.modules.get(getattr(find_make(source.name), "__module__", "")), "__file__", None)
+    found.update(Path(file).read_bytes() if file is not None and not is_object(source.name) else b"")
     return found.hexdigest()
 
 
@@ -141,7 +140,7 @@ def _narrow_cut(source: Source) -> Cut:
         own = {n.removeprefix(f"{unit}."): each for n, each in axes.items() if n.startswith(f"{unit}.")}
         try:
             narrow(part, own, kept)
-            with torch.no_grad():
+            with torch.no_grad(), torch.device("meta"):
                 x = part(x)
         except (ValueError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
@@ -195,7 +194,7 @@ def _logits(function: Any, source: Source) -> Tensor:
     kind = torch.int64 if len(source.input_shape) == 1 else torch.float32
     x = torch.zeros(EXAMPLES, *source.input_shape, dtype=kind, device="meta")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("meta"):
             found = function(x)
     except Exception as error:
         shape = "x".join(map(str, source.input_shape))
@@ -296,4 +295,13 @@ def imported(
     builds = [partial(build_part, source, found.digest, i) for i in range(len(found.parts))]
     atoms = [Atom(name, build, shape) for name, build, shape in zip(found.names, builds, found.shapes, strict=False)]
     shown = name if not is_own(name) else PurePath(name).name
-    return Blueprint(shown, input_shape, num_classes, tuple(atoms), builds[-1], batch_norm, found.vocabulary)
+    return Blueprint(
+        shown,
+        input_shape,
+        num_classes,
+        tuple(atoms),
+        builds[-1],
+        batch_norm,
+        found.vocabulary,
+        uncut=found.reason,
+    )

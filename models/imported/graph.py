@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
+# Tensors that a forward pass makes are made anew in each pass, like those that torch's layers make.
+MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
 OPENED = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)  # of torch's own classes, and what derives from these
 
 
@@ -34,12 +37,39 @@ class _Tracer(fx.Tracer):
             kind.__module__.startswith("torch.nn") and kind not in OPENED for kind in type(m).__mro__
         )
 
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Record a forward pass that gets one tensor, so that its other arguments have their own defaults."""
+
+        def forward(self: nn.Module, x: Any) -> Any:
+            return root_fn(self, x)
+
+        return super().create_args_for_root(forward, is_module)
+
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record or enter a module; where recording fails, `inside` keeps the path to it."""
         self.inside.append(self.path_of_module(m))
         found = super().call_module(m, forward, args, kwargs)
         self.inside.pop()
         return found
+
+
+class _RecordMakers(TorchFunctionMode):
+    """Records the calls that make tensors of nothing, which torch.fx would run, and keep what they made."""
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record or pass on a call."""
+        kwargs = kwargs or {}
+        if func in MAKERS:
+            return self.tracer.create_proxy("call_function", func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def record_calls(root: nn.Module) -> fx.Graph:
@@ -52,9 +82,10 @@ def record_calls(root: nn.Module) -> fx.Graph:
     while True:
         tracer, before = _Tracer(leaves), _random_states()
         try:
-            trained = tracer.trace(root.train(True))
-            tracer.inside = []
-            evaluated = tracer.trace(root.train(False))
+            with _RecordMakers(tracer):
+                trained = tracer.trace(root.train(True))
+                tracer.inside = []
+                evaluated = tracer.trace(root.train(False))
         except Exception as error:  # whatever the user's code raises on a tensor without values
             reason = str(error).partition("\n")[0] or type(error).__name__
             leaves.add(_inner(root, tracer.inside[-1:], leaves, reason))

@@ -4,6 +4,7 @@ MODULE:FUNCTION       a function of (num_classes, input_shape) that returns an n
 FILE.py:FUNCTION      one in a file
 torchvision:NAME      a classifier of torchvision.models
 timm:NAME             a model of timm
+object:NAME           a module that was given from Python (objects.py)
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piecework.device_profiles.names import did_you_mean
+from piecework.models.imported.objects import OBJECT, copy_object, is_known, is_object
 
 if TYPE_CHECKING:  # lists of settings read names of models without loading torch
     from torch import nn
@@ -43,6 +45,8 @@ def find_make(name: str) -> Make:
     place, _, function = name.rpartition(":")
     if place in LIBRARIES:
         return partial(_of_library, place, function)
+    if place == OBJECT:
+        return partial(copy_object, name)
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, name)
     make = getattr(module, function, None)
     if not callable(make):
@@ -72,6 +76,8 @@ def _module_name(path: Path) -> str:
 def is_loaded(name: str) -> bool:
     """Return whether the user's code that a name is of has been imported already."""
     place = name.rpartition(":")[0]
+    if is_object(name):
+        return is_known(name)
     return (_module_name(Path(place)) if place.endswith(".py") else place) in sys.modules
 
 

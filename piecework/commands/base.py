@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from piecework import __version__
+from piecework.api.runs import NO_RUN
 from piecework.commands.console import PlainConsole
 from piecework.commands.options import OPTIONS, Scalars
 from piecework.device_profiles.fleet_file import FleetError
@@ -20,24 +21,6 @@ from piecework.training.settings import SettingsError
 out, err = PlainConsole(), PlainConsole(stderr=True)
 BAD_INPUT, FAILED = 2, 1
 INTERRUPTED, TERMINATED = 130, 143  # by Ctrl-C, by SIGTERM: 128 and the signal's number
-COUNTED = (
-    "rounds",
-    "clients_asked",
-    "clients_answered",
-    "clients_failed",
-    "bytes_down",
-    "bytes_up",
-    "seconds",
-    "simulated_seconds",
-)
-NO_RUN: dict[str, Any] = {
-    "run_dir": None,
-    "status": "failed",
-    "accuracy": None,
-    "max_peak_over_budget": None,
-    **dict.fromkeys(COUNTED, 0),
-}
-
 Preset = Annotated[str, typer.Option("--preset", help="a .toml file, or the name of a shipped one (piecework presets)")]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated")]
 NoCache = Annotated[

@@ -32,17 +32,17 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Show runs below each other; those that differ only in the seed have a mean and its spread too."""
-    from piecework.report.compare import compare_json, group_runs, runs_at
-    from piecework.report.compare_view import compare_tables, write_curves
+    from piecework.api.comparisons import compare as compare_runs
+    from piecework.report.compare_view import compare_tables
 
     with user_errors(as_json):
-        groups = group_runs(run for path in run_dirs for run in runs_at(path))
+        found = compare_runs(*run_dirs)
         if curves:
-            write_curves(groups, Path(curves))
+            found.draw_curves(curves)
         if as_json:
-            print(json.dumps(compare_json(groups)))
+            print(json.dumps(found.record))
         else:
-            show_lines(compare_tables(groups))
+            show_lines(compare_tables(found.groups))
 
 
 @results.command()

@@ -81,6 +81,7 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
         "reference_bytes": cut.cost_model.reference_bytes,
         "budget_bytes": cut.smallest,
         "cuts": cut.can.cuts,
+        "uncut": blueprint.uncut,
         "modules": [module_row(cut, stage.name, part) for stage in cut.stages for part in stage.parts],
         "fleet": fleet_row(fleet, settings, cut, tasks),
         "devices": device_rows(cut, tasks, question.examples),

@@ -23,6 +23,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Text | Table]:
         f"memory.model {plan['memory_model']}, batch {plan['batch_size']}: a step of the whole model takes {full}; "
         + (f"cut for {budget}" if plan["cuts"] else f"{plan['strategy']} does not cut it by a budget"),
         piece_table(plan),
+        *([f"the model is one piece, because of {plan['uncut']}"] if plan["uncut"] else []),
         *swapping_warning(plan),
         f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
         f"{fleet['participation']:.0%} can take part",

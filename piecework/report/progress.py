@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -24,6 +24,34 @@ def times_now(record: Record, total_rounds: int, seconds: float) -> str:
     """Return the present duration of a round, `seconds`, and how long the rounds to come will take."""
     left = total_rounds - record["round"]
     return f"{seconds:.1f} s/round" + (f"  {format_seconds(seconds * left)} left" if left > 0 else "")
+
+
+class ShowsRounds(Protocol):
+    """What shows a run while it runs."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, record: Record) -> None:
+        """Show a finished round."""
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self, record: Record) -> None:
+        """Do nothing."""
 
 
 class RoundProgress:
@@ -83,11 +111,12 @@ class RoundProgress:
 class Now(logging.Handler):
     """Hears what the process is doing (planning/now.py), and shows it.
 
-    On a terminal `show` gets each text, with a count if it is repeated. Elsewhere only tracing is said, once.
+    Where it is `live`, as a terminal is, `show` gets each text, with a count if it is repeated. Elsewhere only tracing is said,
+    once.
     """
 
-    def __init__(self, console: PlainConsole, show: Callable[[str], None]) -> None:
-        self.live = console.is_terminal and not console.is_dumb_terminal
+    def __init__(self, console: PlainConsole, show: Callable[[str], None], *, live: bool = False) -> None:
+        self.live = live or (console.is_terminal and not console.is_dumb_terminal)
         super().__init__(logging.DEBUG if self.live else logging.INFO)
         self.console, self.show_text = console, show
         self.last, self.times = "", 0

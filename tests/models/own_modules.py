@@ -204,3 +204,21 @@ class Drops(nn.Module):
 
 def drops(num_classes: int, _: Any) -> nn.Module:
     return Drops(num_classes)
+
+
+class Arguments(nn.Module):
+    """Has arguments besides the tensor, and makes tensors in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.fc = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor, scale: float = 2.0, *, return_features: bool = False) -> Tensor:
+        x = torch.relu(self.first(x)) + torch.arange(8) * scale
+        x = torch.relu(self.second(x)).mean((2, 3)) * torch.ones((), device=x.device)
+        return x if return_features else self.fc(x)
+
+
+def arguments(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    return Arguments()

@@ -54,6 +54,7 @@ MODELS = {
     name_of("branching"): (DIGIT, ["0_0", "1"]),
     name_of("tied"): (DIGIT, ["first", "twice", "last"]),
     name_of("inputs"): (DIGIT, ["one", "two"]),
+    name_of("arguments"): (DIGIT, ["first", "second"]),
     "torchvision:resnet18": ((3, 32, 32), ["conv1", *(f"layer{i}_{j}" for i in (1, 2, 3, 4) for j in (0, 1))]),
     "torchvision:mobilenet_v3_small": ((3, 32, 32), None),
     "torchvision:efficientnet_b0": ((3, 32, 32), None),

@@ -1,0 +1,60 @@
+"""Settings as Python writes them: keywords, tables as mappings, values of Python's own types."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from piecework.training.settings import Scalar, SettingsError
+
+Values = Mapping[str, Any]
+SHORT = {"rounds": "num-rounds", "nodes": "clients"}  # as the command line's options
+
+
+def read_keywords(settings: Values | None, keywords: Values) -> dict[str, Scalar]:
+    """Return settings by key, from a mapping and from keywords.
+
+    `num_rounds=5` is `num-rounds`, and `training={"batch_size": 8}` is `training.batch-size`; so is the key
+    `"training.batch-size"` of a mapping. A list or a tuple is joined by commas, and a path is text. A module (`model=net`) is
+    given a name that this process knows. Raises SettingsError for a value of another type, or one that is given twice.
+    """
+    found: dict[str, Scalar] = {}
+    for key, value in [*_flatten(settings or {}), *_flatten(keywords)]:
+        read = _read_value(key, value)
+        if found.get(key, read) != read:
+            raise SettingsError(f"{key} = {found[key]!r} contradicts {key} = {read!r}: give one of them")
+        found[key] = read
+    return found
+
+
+def _flatten(values: Values, table: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value with its key, table before name."""
+    for name, value in values.items():
+        key = f"{table}{str(name).replace('_', '-')}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{key}.")
+        else:
+            yield SHORT.get(key, key), value
+
+
+def _read_value(key: str, value: Any) -> Scalar:
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple) and all(isinstance(each, bool | int | float | str) for each in value):
+        return ",".join(map(str, value))
+    if key == "model" and (named := _name_module(value)):
+        return named
+    raise SettingsError(
+        f"{key} = {value!r:.100}: a {type(value).__name__} is no setting; expected text, a number, True or False, a list of "
+        "these, or a mapping of a table's settings"
+    )
+
+
+def _name_module(value: Any) -> str:
+    """Return the name of a module, or nothing for a value of another type."""
+    from torch import nn
+
+    from piecework.models.imported.objects import name_object
+
+    return name_object(value) if isinstance(value, nn.Module) else ""
