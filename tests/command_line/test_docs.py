@@ -57,19 +57,19 @@ def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
     assert [device.name for device in load_fleet(str(tmp_path / "mine.toml")).devices] == ["pi"]
 
 
-MODULES = ("my_net", "my_prox", "my_half", "my_smooth", "my_model", "my_data", "run_all")
+MODULES = ("my_net", "my_prox", "my_half", "my_smooth", "my_model", "my_data", "my_study", "run_all")
 PROX = "my_prox:Prox"
 
 
 def python_blocks(name: str) -> list[tuple[str, str]]:
     """The code blocks of both pages that begin with a comment like this name, by the part of it in brackets."""
-    text = "".join((ROOT / "docs" / page).read_text("utf-8") for page in ("extend.md", "models.md"))
+    text = "".join((ROOT / "docs" / page).read_text("utf-8") for page in ("extend.md", "models.md", "python.md"))
     return re.findall(rf"```(?:python|toml)\n# {name}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the files of docs/extend.md and docs/models.md, of which the modules can be imported."""
+    """A folder with the files of docs/extend.md, docs/models.md and docs/python.md, of which the modules can be imported."""
     folder = tmp_path_factory.mktemp("page")
     for name, code in python_blocks(r"(\w+\.(?:py|toml))"):
         (folder / name).write_text(code, encoding="utf-8")
@@ -99,6 +99,19 @@ def test_a_user_does_what_the_page_says(page: Path, monkeypatch: pytest.MonkeyPa
     for client in record["clients"]:
         assert client["status"] == "ok"
         assert client["measured_peak"] <= client["predicted_peak"]
+
+
+@pytest.mark.processes
+def test_a_study_in_python_does_what_the_page_says(page: Path) -> None:
+    done = subprocess.run([sys.executable, "my_study.py"], cwd=page, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fedepth on object:Net-")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[:4] for row in rows if row[:1] in (["A"], ["B"])][:2] == [
+        ["A", "pieces", "1", "2"],
+        ["B", "whole", "1", "2"],
+    ]
+    assert rows[-1][-1] == "requires_grad=True)"
 
 
 def test_a_torch_module_is_planned_and_trained(tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
