@@ -1,7 +1,7 @@
 """Load a model's initial weights from a file (`training.init-weights`), as in papers that start from ImageNet weights.
 
-The file has our names, as a run's own `model.safetensors` does, or torchvision's. The latter is made once where torchvision is
-installed:
+The file has our names, as a run's own `model.safetensors` does, or torchvision's; for a torch module from outside this project
+it may have the module's own. Such a file is made once where the library is installed:
 
     import torchvision
     from safetensors.torch import save_file
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from piecework.models.cascade import Blueprint, isolate_rng, parameter_names
+from piecework.models.imported.source import is_imported, own_name
 from piecework.models.torchvision_names import NAMED, torchvision_name_map
 
 SHOWN = 6
@@ -91,6 +92,8 @@ def _names_in(held: Mapping[str, Tensor], blueprint: Blueprint, own: Mapping[str
     """Map our names to the file's, for the arrays that the file has, in the model's order."""
     norm = "bn" if "atoms.0.bn.weight" in own else "none"
     known = torchvision_name_map(blueprint.name, norm) if blueprint.name in NAMED else {}
+    if is_imported(blueprint.zoo_name):
+        known = {our: own_name(our) for our in own}
     pairs = ((our, our if our in held else known.get(our, "")) for our in own)
     return {our: their for our, their in pairs if their in held}
 
@@ -109,4 +112,6 @@ def _some(arrays: Mapping[str, Tensor]) -> str:
 
 
 def _other_names(blueprint: Blueprint) -> str:
+    if is_imported(blueprint.zoo_name):
+        return " or the module's own, without atoms.<i>. or head. before them"
     return " or torchvision's" if blueprint.name in NAMED else ", for torchvision has no such model"

@@ -10,16 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from piecework.models.imported.source import is_imported
+from piecework.models.imported.source import is_imported, own_name
 from piecework.models.model_file import ModelFileError, description, find_file
 
 SHOWN = 4  # names in a message
-
-
-def own_name(name: str) -> str:
-    """Return the module's own name of an array: what stands behind its unit."""
-    unit, _, rest = name.partition(".")
-    return rest.partition(".")[2] if unit == "atoms" else rest
 
 
 def fill_module(module: nn.Module, path: Path) -> nn.Module:

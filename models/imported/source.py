@@ -39,6 +39,12 @@ def is_own(name: str) -> bool:
     return is_imported(name) and name.partition(":")[0] not in LIBRARIES
 
 
+def own_name(name: str) -> str:
+    """Return the module's own name of an array: what stands behind its unit."""
+    unit, _, rest = name.partition(".")
+    return rest.partition(".")[2] if unit == "atoms" else rest
+
+
 @lru_cache(maxsize=64)
 def find_make(name: str) -> Make:
     """Return the function that makes a model, of (num_classes, input_shape). Raises ValueError, which says what is missing."""

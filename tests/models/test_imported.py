@@ -4,9 +4,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import TRIO, clients_of, fleet_json, model_of, run_local
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models import get_model
 
@@ -15,6 +17,7 @@ from piecework.models.cascade import Blueprint, Cascade, initial_state
 from piecework.models.channels import channel_axes
 from piecework.models.imported.atoms import cut
 from piecework.models.imported.module import Source, make
+from piecework.models.init_weights import read_pretrained
 from piecework.models.model_file import ModelFileError
 from piecework.models.trained_model import load_model
 from piecework.models.variant import Variant, vary
@@ -59,6 +62,7 @@ MODELS = {
     "torchvision:mobilenet_v3_small": ((3, 32, 32), None),
     "torchvision:efficientnet_b0": ((3, 32, 32), None),
     "torchvision:vit_b_16": ((3, 32, 32), None),
+    "timm:resnet10t": ((3, 32, 32), None),
 }
 
 
@@ -189,6 +193,19 @@ def test_systems_train_it_within_their_budgets(tmp_path: Path, strategy: str) ->
     assert trained
     for client in trained:
         assert 0 < client["measured_peak"] <= client["predicted_peak"] <= client["budget"]
+
+
+def test_initial_weights_come_from_a_file_with_the_modules_own_names(tmp_path: Path) -> None:
+    whole, file = make(Source(name_of("net"), 10, DIGIT, "running")), tmp_path / "net.safetensors"
+    save_file(whole.state_dict() | {"fc.weight": torch.ones(3, 8)}, file)
+    arrays, excluded = read_pretrained(file, blueprint_of(name_of("net")))
+    assert excluded == ["fc.bias", "fc.weight"]  # of another number of classes
+    assert {original(name) for name in arrays} == whole.state_dict().keys() - {"fc.weight", "fc.bias"}
+    for name, array in arrays.items():
+        assert np.array_equal(array, whole.state_dict()[original(name)].numpy())
+    save_file({"other": torch.ones(1)}, file)
+    with pytest.raises(ValueError, match=r"takes these names or the module's own, without atoms\.<i>\. or head\."):
+        read_pretrained(file, blueprint_of(name_of("net")))
 
 
 def test_a_trained_one_is_loaded_with_its_own_names(tmp_path: Path) -> None:
