@@ -33,10 +33,12 @@ from piecework.device_profiles.profile import measure_device
 from piecework.federated_data.partition import split
 from piecework.models.imported.source import is_own
 from piecework.models.static_norms import is_statistic
+from piecework.models.zoo import require_model
 from piecework.training.accelerator import NoAcceleratorError, find_device, without_denormals
 from piecework.training.answers import Metrics, NodeInfo, Outcome, reply
 from piecework.training.memory_cap import ResidentPeak, is_out_of_memory
 from piecework.training.messages import Question, Task, content_bytes
+from piecework.training.methods import find_entry
 from piecework.training.settings import Settings
 
 app = ClientApp()
@@ -50,6 +52,8 @@ def query_device(message: Message, context: Context) -> Message:
     node = context.node_config
     require_strategy_of_run(str(context.run_config.get("strategy", "")), context)
     settings, number = Settings.from_run_config(context.run_config), int(node["partition-id"])
+    find_entry(settings.strategy)  # a node that lacks the package of a plugin says so at once
+    require_model(settings.model)
     clients = settings.clients or int(node["num-partitions"])
     rows = test_rows = np.arange(0)
     if number < clients:

@@ -3,9 +3,12 @@
 Units in a file: memory in bytes ("64MB", "512KiB", an integer, or "unlimited"), flops in FLOPs/s, bandwidth and disk-bandwidth
 in bytes/s, disk-latency in seconds per access, cpus in cores of the device's container. `keep` is optional: the model fraction
 that scaling methods assign to the device; by default the largest that fits. A pool is a list of devices for several fleets.
+
+A file may lie in an installed package: my_package/my_fleet.toml.
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -180,7 +183,18 @@ def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
             known = ", ".join(shipped_fleets())
             near = did_you_mean(source, shipped_fleets())
             raise FleetError(f"unknown fleet {source!r}; there are {known}, or the path of a .toml file{near}")
+    elif not path.is_file():
+        path = _in_package(path) or path
     return _check_table(_table(FleetTable, lambda: _toml(path), str(path)), str(path), path.parent)
+
+
+def _in_package(path: Path) -> Path | None:
+    """Return the file of an installed package, which my_package/my_fleet.toml names wherever the package lies."""
+    package, *rest = path.parts
+    spec = find_spec(package) if rest and package.isidentifier() else None
+    places = spec.submodule_search_locations if spec is not None else None
+    found = [Path(place, *rest) for place in places or ()]
+    return next((file for file in found if file.is_file()), None)
 
 
 def profile_of(row: DeviceTable, memory: int | None = None) -> DeviceProfile:

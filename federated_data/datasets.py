@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from piecework.device_profiles.documents import abbreviate, read_json
 from piecework.device_profiles.names import did_you_mean
+from piecework.device_profiles.plugins import list_plugins
 from piecework.device_profiles.user_cache import default_cache
 from piecework.federated_data import own_sources, texts
 from piecework.federated_data.catalogue import DATASETS, EMBEDDED, OWN, PUBLISHED, READERS
 from piecework.federated_data.partition import client_class_counts
+from piecework.federated_data.registered import is_registered, key_of, read_registered
 from piecework.federated_data.sources import DatasetError, Source
 
 __all__ = [
@@ -96,24 +98,27 @@ def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False
     """Convert the data set `name` unless `cache_dir` already holds it; returns its folder, for `load`.
 
     `name` is a key of DATASETS; the last three keys are written `npz:<file>`, `folder:<dir>` and `text:<dir>`, relative to
-    `data_dir` if that is set. An empty `data_dir` means `<cache_dir>/downloads` for the published sets. A user's file or folder
-    that has changed is converted again. A `data_dir` that is itself a prepared folder is returned. Several processes may
-    prepare at the same time. Raises DatasetError, which names what is unknown, missing or damaged.
+    `data_dir` if that is set. That of an installed package is written NAME or NAME:<path>. An empty `data_dir` means
+    `<cache_dir>/downloads` for the published sets. A user's file or folder that has changed is converted again. A `data_dir`
+    that is itself a prepared folder is returned. Several processes may prepare at the same time. Raises DatasetError, which
+    names what is unknown, missing or damaged.
     """
     kind, colon, where = name.partition(":")
-    if kind not in DATASETS or (kind in OWN) != bool(where) or (colon and not where):
+    registered = is_registered(kind, DATASETS)
+    if (colon and not where) or not (registered or (kind in DATASETS and (kind in OWN) == bool(where))):
         known = [f"{key}:<{'file' if key == 'npz' else 'dir'}>" if key in OWN else key for key in DATASETS]
+        known += list_plugins("datasets")
         raise DatasetError(f"unknown data set {name!r}; known: {', '.join(known)}{did_you_mean(name, known)}")
     if data_dir and (ready := _ready(name, Path(data_dir).expanduser().resolve())):
         return ready
     root = Path(data_dir).expanduser() if data_dir else cache_dir / "downloads"
-    if kind in OWN:
+    if where:
         root = (Path(data_dir) if data_dir else Path()).expanduser() / Path(where).expanduser()
     root = root.resolve()
-    target = cache_dir.resolve() / _folder_name(kind, root)
+    target = cache_dir.resolve() / _folder_name(kind, root, where)
     if _is_prepared(target):
         return target
-    source = DATASETS[kind](root, download)
+    source = read_registered(kind, root, download) if registered else DATASETS[kind](root, download)
     staging = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         staging.mkdir(parents=True)
@@ -197,10 +202,12 @@ def _ready(name: str, folder: Path) -> Path | None:
     return folder
 
 
-def _folder_name(kind: str, root: Path) -> str:
+def _folder_name(kind: str, root: Path, where: str) -> str:
     if kind in EMBEDDED:
         return kind
     key = [str(root), *READERS.get(kind, ())]
+    if kind not in DATASETS:
+        key += key_of(kind, root, where)
     if kind in OWN and root.exists():
         files = {"folder": own_sources.image_files, "text": texts.text_files}.get(kind, lambda file: [file])(root)
         key += [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]

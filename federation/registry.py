@@ -63,6 +63,8 @@ class ClientRegistry:
     `bound` are the clients that belong to one node for the whole run, with its name. It is the name under which the node's key
     was registered (`piecework register`), so only a node with node authentication has one.
 
+    `packages` are those whose plugins clients need; the error of a node names them.
+
     Two nodes that are online and claim one client are both refused, because nothing says which of them has its data. Once the
     run has `started`, the node that works keeps its client, and only the other is refused: no newcomer can put out a member.
     """
@@ -77,6 +79,7 @@ class ClientRegistry:
     query_bytes: int = 0
     busy: set[int] = field(default_factory=set)
     bound: dict[int, str] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
     started: bool = False
     _online: set[int] = field(default_factory=set)
     _names: dict[int, str] = field(default_factory=dict)
@@ -146,7 +149,8 @@ class ClientRegistry:
     def _take_in(self, node: int, reply: Message) -> None:
         try:
             if reply.has_error():
-                raise ValueError(f"error {reply.error.code}: {reply.error.reason}")
+                needs = f"; this run needs on each node: pip install {' '.join(self.packages)}" if self.packages else ""
+                raise ValueError(f"error {reply.error.code}: {reply.error.reason}{needs}")
             self.query_bytes += content_bytes(reply.content)
             self._clients[node] = self._admit(node, reply)
             self._failed.pop(node, None)

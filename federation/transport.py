@@ -9,6 +9,7 @@ from typing import Protocol
 from flwr.app import Message
 
 from piecework.training.messages import content_bytes
+from piecework.training.settings import Settings
 
 LEAST_PAUSE, MOST_PAUSE = 0.01, 0.5  # seconds between looks for replies
 MESSAGE_LIFETIME = 2  # after this multiple of messages.round-timeout Flower drops a message, and its node is free again
@@ -140,3 +141,8 @@ class Transport:
     def busy(self) -> set[int]:
         """Return the nodes that have overdue messages."""
         return {sent.node_id for sent in self.overdue.values()}
+
+
+def default_in_flight(settings: Settings) -> int:
+    """Return how many messages may be unanswered: enough for all workers; for real devices, in effect all."""
+    return max(4, 2 * settings.workers) if settings.engine != "deployment" else 2**16

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from piecework.device_profiles.documents import abbreviate, read_json
 from piecework.models.imported.objects import is_object
 from piecework.models.imported.source import is_imported, is_loaded, is_own
-from piecework.models.zoo import MODELS
+from piecework.models.zoo import known_models
 
 FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
 LARGEST_EXAMPLE, MOST_CLASSES = 10**8, 10**6  # values of an example, classes
@@ -98,10 +98,10 @@ def require_loadable(described: dict[str, Any], file: Path) -> None:
         )
     model = described.get("model")
     name = model.get("name") if isinstance(model, dict) else None
-    if isinstance(name, str) and name not in MODELS and not is_imported(name):
+    if isinstance(name, str) and name not in known_models() and not is_imported(name):
         raise ModelFileError(
             f"{file} was trained with model {abbreviate(name)}, which Piecework does not have: first import the module that "
-            "adds it to piecework.models.zoo.MODELS"
+            "adds it to piecework.models.zoo.MODELS, or install the package that registers it"
         )
     if isinstance(name, str) and is_own(name) and not is_loaded(name):
         if is_object(name):

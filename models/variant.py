@@ -23,7 +23,7 @@ from piecework.models.nested_norms import NestedNorms
 from piecework.models.static_norms import with_statistics
 from piecework.models.supermask import Supermask
 from piecework.models.wide_prefix import WidePrefix
-from piecework.models.zoo import MODELS, build_blueprint, model_options
+from piecework.models.zoo import build_blueprint, known_models, model_options
 
 Kind = TypeVar("Kind", bound=Change)
 SHARED = ("architecture", "width", "rounding", "statistics")
@@ -88,7 +88,8 @@ def rebuild(model: Blueprint, variant: Variant) -> Blueprint:
         )
     options = dict(model.options)
     if variant.architecture:
-        require_one_of("model", variant.architecture, tuple(MODELS))  # a message names it: no module is imported for it
+        # A message names it: no module is imported for it but one that an installed package registers.
+        require_one_of("model", variant.architecture, known_models())
         known = model_options(variant.architecture)
         options = {key: value for key, value in options.items() if key in known}
     with narrow_models(variant.width if variant.rounding == "up" else 1.0):

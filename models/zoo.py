@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from piecework.device_profiles.plugins import find_plugin, list_plugins, load_plugin
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.cnn import cnn3, cnn4, cnn_femnist, conv4
 from piecework.models.convnet import convnet
@@ -70,13 +71,12 @@ def build_blueprint(
     require_model(name)
     require_one_of("architecture.batch-norm", batch_norm, BATCH_NORMS)
     shape = tuple(input_shape)
-    if not is_imported(name):
+    if name in MODELS:
         _require_shape(name, shape)
     if num_classes < 1 or width <= 0:
         raise ValueError(f"{name} needs at least one class and a width above 0, got {num_classes} and {width}")
     own = tuple(_convert_options(name, options).items())
-    function = partial(imported, name) if is_imported(name) else MODELS[name]
-    built = _build(function, narrowing(), num_classes, shape, width, batch_norm, own)
+    built = _build(_function(name), narrowing(), num_classes, shape, width, batch_norm, own)
     if not isinstance(built, Blueprint):
         raise ValueError(
             f"model {name!r} is a {type(built).__name__}, not a cascade: its function has to return a Blueprint with atoms in "
@@ -106,19 +106,36 @@ def _build(
     return function(num_classes, shape, width=width, batch_norm=batch_norm, **dict(options))
 
 
+def known_models() -> tuple[str, ...]:
+    """Return the names of the zoo's models, and of those that installed packages register."""
+    return (*MODELS, *list_plugins("models"))
+
+
 def require_model(name: str) -> None:
     """Raise ValueError unless there is a model of this name, in the zoo or outside this project (models/imported)."""
     if is_imported(name):
         find_make(name)
-    else:
-        require_one_of("model", name, tuple(MODELS))
+    elif find_plugin("models", name, MODELS) is None:
+        require_one_of("model", name, known_models())
+
+
+def _function(name: str) -> Callable[..., Blueprint]:
+    """Return the function that makes a model's blueprint, of (num_classes, input_shape, width, batch_norm, ...)."""
+    if name in MODELS:
+        return MODELS[name]
+    if not is_imported(name):
+        function = load_plugin("models", name)
+        if {"width", "batch_norm"} <= inspect.signature(function).parameters.keys():
+            found: Callable[..., Blueprint] = function
+            return found
+    return partial(imported, name)
 
 
 def model_options(name: str) -> tuple[str, ...]:
     """Return the options that only this model has, such as `stem` of resnet18."""
     if is_imported(name):
         return ()
-    return tuple(option for option in inspect.signature(MODELS[name]).parameters if option not in COMMON)
+    return tuple(option for option in inspect.signature(_function(name)).parameters if option not in COMMON)
 
 
 def is_token_model(name: str) -> bool:
@@ -141,7 +158,7 @@ def _require_shape(name: str, shape: Shape) -> None:
 def _convert_options(name: str, options: Mapping[str, str | int]) -> dict[str, str | int]:
     """Convert the options to the types of the model's function, because settings are strings."""
     own = model_options(name)
-    parameters = inspect.signature(MODELS[name]).parameters if own else {}
+    parameters = inspect.signature(_function(name)).parameters if own else {}
     typed = dict(options)
     for option, value in options.items():
         if option not in own:

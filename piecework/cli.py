@@ -33,6 +33,7 @@ from piecework.commands.base import (
 )
 from piecework.commands.deploy import commands
 from piecework.commands.lists import lists
+from piecework.commands.new import new  # noqa: F401  (adds the command)
 from piecework.commands.options import Scalars, connection_to, run_command, seeds_from, settings_from
 from piecework.commands.results import results
 from piecework.device_profiles.user_cache import trace_anew

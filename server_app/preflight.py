@@ -9,6 +9,7 @@ from piecework.models.cascade import Blueprint
 from piecework.models.init_weights import read_pretrained
 from piecework.models.zoo import require_model
 from piecework.planning.cut import trains_adversarially
+from piecework.server_app.callbacks import find_callbacks
 from piecework.strategies import find_method
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, check_augmentation, check_partition, dataset_of, image_attack
@@ -17,6 +18,7 @@ from piecework.training.setup import blueprint_for, check_augmentation, check_pa
 def preflight(settings: Settings) -> tuple[Fleet, ArrayDataset, Blueprint]:
     """Return the fleet, data set and model that settings name. Raises ValueError, which names the bad setting."""
     fleet, can = load_fleet(settings.fleet), find_method(settings.strategy).can
+    find_callbacks(settings)
     require_model(settings.model)  # before data are looked for, which may have to be downloaded
     folder = prepare(
         settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download

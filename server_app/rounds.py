@@ -17,14 +17,16 @@ from piecework.federation.errors import RunAbortedError
 from piecework.federation.evaluation import Evaluator, final_evaluation
 from piecework.federation.registry import ClientRegistry
 from piecework.federation.reply_guard import ReplyGuard, reply_limit
-from piecework.federation.transport import Transport, Watch
+from piecework.federation.transport import Transport, Watch, default_in_flight
 from piecework.models.init_weights import account, read_pretrained
 from piecework.models.partition import Piece
 from piecework.planning.now import doing
 from piecework.server_app.assembly import Assembly
+from piecework.server_app.callbacks import Callbacks
 from piecework.server_app.deadlines import Deadlines
 from piecework.server_app.device_models import evaluate_device_models
 from piecework.server_app.model_description import describe_model
+from piecework.server_app.packages import packages_of_clients
 from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates
 from piecework.server_app.records import RunDir
@@ -62,7 +64,8 @@ class Run:
         self.recovery = find_recovery(run_dir) if settings.resume_from else Recovery(None)
         checkpoint = self.recovery.checkpoint
         self.values = first_values(settings) if checkpoint is None else resume_values(checkpoint, settings)
-        self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory)
+        needed = packages_of_clients(settings)
+        self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory, packages=needed)
         self.registry.bound = {int(client): name for client, name in self.values.get("node-names", {}).items()}
         self.transport = Transport(
             self.grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout
@@ -305,11 +308,6 @@ class Run:
         self.run_dir.save_checkpoint(self.arrays, self.values, kept)
 
 
-def default_in_flight(settings: Settings) -> int:
-    """Return how many messages may be unanswered: enough for all workers; for real devices, in effect all."""
-    return max(4, 2 * settings.workers) if settings.engine != "deployment" else 2**16
-
-
 def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: OnRound = lambda _: None) -> None:
     """Run all rounds, and write `summary.json` however the run ends.
 
@@ -325,10 +323,12 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
             require_new(run_dir)  # only now: a run of this name may have completed since the first look
         if settings.resume_from and nothing_left(run_dir, settings, run.recovery):
             return
+        callbacks = Callbacks(settings)
         run.prepare_run_dir()
+        callbacks.start(run_dir.path)
         status, reason = "failed", ""
         try:
-            status = run.run(on_round)
+            status = run.run(callbacks.before(on_round))
         except (KeyboardInterrupt, SystemExit):
             status, reason = how_stopped(run_dir)
             raise
@@ -336,9 +336,12 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
             reason = str(error) or type(error).__name__
             raise
         finally:
+            summary = summarise(run_dir, status, reason, run.seconds())
             try:
-                run_dir.write_summary(summarise(run_dir, status, reason, run.seconds()))
+                run_dir.write_summary(summary)
             except StorageError as unwritten:
                 if status == COMPLETED:
                     raise
                 LOG.warning("%s", unwritten)  # what ended the run is told instead
+            finally:
+                callbacks.end(summary)

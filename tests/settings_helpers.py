@@ -68,6 +68,7 @@ CHOICES = {
     "heterofl.client-weights": "examples",
     "feddf.server-optimiser": "adam",
     "engine": "ray",
+    "callbacks": "tracker",
     "evaluation.mode": "personal",
     "fedrbn.evaluation-branch": "detector",
 }

@@ -1,7 +1,7 @@
 """The methods by name: where their code is, which tables of settings they read, and what they can do.
 
 These are names and data only. Clients, lists of settings and a board read them without loading a method, or torch. A method of
-a user's own needs no entry: its name is `MODULE:CLASS`.
+a user's own needs no entry: its name is `MODULE:CLASS`, or that of a plugin (device_profiles/plugins.py).
 """
 
 import sys
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from piecework.device_profiles.names import did_you_mean
+from piecework.device_profiles.plugins import find_plugin, list_plugins, load_plugin
 from piecework.training.capabilities import Capabilities
 
 
@@ -253,22 +254,29 @@ def list_advised() -> list[str]:
     )
 
 
+def is_own(strategy: str) -> bool:
+    """Return whether a method is none of this project's: `MODULE:CLASS`, or a plugin."""
+    return strategy not in METHODS and (":" in strategy or strategy in list_plugins("methods"))
+
+
 def find_entry(strategy: str) -> Entry:
-    """Return the entry of a method, or make that of `MODULE:CLASS`. Raises ValueError, which lists the known names."""
+    """Return the entry of a method, or make that of `MODULE:CLASS` or a plugin. Raises ValueError, which lists known names."""
+    find_plugin("methods", strategy, METHODS)  # raises for a name that two packages have
     if strategy in METHODS:
         return METHODS[strategy]
-    if ":" in strategy:
+    if is_own(strategy):
         return _entry_of_ones_own(strategy)
-    known = ", ".join(METHODS)
+    names = [*METHODS, *list_plugins("methods")]
     raise ValueError(
-        f"unknown strategy {strategy!r}: known are {known}; one of your own is MODULE:CLASS{did_you_mean(strategy, METHODS)}"
+        f"unknown strategy {strategy!r}: known are {', '.join(names)}; one of your own is MODULE:CLASS, or the name under "
+        f"which an installed package registers it{did_you_mean(strategy, names)}"
     )
 
 
 @cache
 def _entry_of_ones_own(strategy: str) -> Entry:
     """Return the entry of a class: what it does not say is that of the method that it derives from."""
-    found = load(strategy)
+    found = _load_own(strategy)
     can = getattr(found, "can", None)
     if not isinstance(can, Capabilities):
         raise ValueError(f"strategy = {strategy!r}: {found!r:.100} is no class that derives from Method")
@@ -276,14 +284,19 @@ def _entry_of_ones_own(strategy: str) -> Entry:
     base = METHODS.get(lineage(strategy)[-1], Entry("", WHOLE, can))
     clients = [each.__module__ for each in own if hasattr(sys.modules[each.__module__], "train")]
     tables = [f"{each.__module__}:{each.__qualname__}" for each in own if vars(each).get("settings_class") is not None]
-    return Entry(strategy, next(iter(clients), base.client), can, (*base.tables, *tables))
+    server = strategy if ":" in strategy else f"{found.__module__}:{found.__qualname__}"
+    return Entry(server, next(iter(clients), base.client), can, (*base.tables, *tables))
+
+
+def _load_own(strategy: str) -> Any:
+    return load(strategy) if ":" in strategy else load_plugin("methods", strategy)
 
 
 def lineage(strategy: str) -> list[str]:
     """Return the method, and for one of a user's own that of this project from which it derives, whose settings it reads."""
-    if strategy in METHODS or ":" not in strategy:
+    if not is_own(strategy):
         return [strategy]
-    names = [vars(base).get("name") for base in load(strategy).__mro__ if base.__module__.startswith("piecework.")]
+    names = [vars(base).get("name") for base in _load_own(strategy).__mro__ if base.__module__.startswith("piecework.")]
     return [strategy, *[name for name in names if name in METHODS][:1]]
 
 

@@ -39,7 +39,10 @@ def make(source: Source) -> nn.Module:
             raise
         raise ValueError(f"model = {source.name!r} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(root, nn.Module):
-        raise ValueError(f"model = {source.name!r} returned a {type(root).__name__}: expected an nn.Module")
+        raise ValueError(
+            f"model = {source.name!r} returned a {type(root).__name__}: expected an nn.Module; a function that returns a "
+            "Blueprint takes width and batch_norm too"
+        )
     if source.batch_norm not in ("running", "local"):
         made: dict[nn.Module, nn.Module] = {}  # a norm in several places stays one
         for path, layer in [*root.named_modules(remove_duplicate=False)]:

@@ -5,6 +5,7 @@ FILE.py:FUNCTION      one in a file
 torchvision:NAME      a classifier of torchvision.models
 timm:NAME             a model of timm
 object:NAME           a module that was given from Python (objects.py)
+NAME                  what an installed package registers under this name (device_profiles/plugins.py)
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piecework.device_profiles.names import did_you_mean
+from piecework.device_profiles.plugins import load_plugin
 from piecework.models.imported.objects import OBJECT, copy_object, is_known, is_object
 
 if TYPE_CHECKING:  # lists of settings read names of models without loading torch
@@ -48,6 +50,9 @@ def own_name(name: str) -> str:
 @lru_cache(maxsize=64)
 def find_make(name: str) -> Make:
     """Return the function that makes a model, of (num_classes, input_shape). Raises ValueError, which says what is missing."""
+    if not is_imported(name):
+        registered: Make = load_plugin("models", name)
+        return registered
     place, _, function = name.rpartition(":")
     if place in LIBRARIES:
         return partial(_of_library, place, function)

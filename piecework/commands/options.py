@@ -88,9 +88,9 @@ def settings_from(
 
 
 def require_engine(settings: Settings, there: bool) -> None:
-    """Raise SettingsError for a strategy or a model of one's own that the engine does not have.
+    """Raise SettingsError for a strategy, a model or a callback of one's own that the engine does not have.
 
-    `there`: the engine is an external SuperLink.
+    `there`: the engine is an external SuperLink. What an installed package registers has a name, and is allowed everywhere.
     """
     if ":" in settings.strategy and (there or settings.engine != "local"):
         raise SettingsError(
@@ -99,6 +99,10 @@ def require_engine(settings: Settings, there: bool) -> None:
     if is_own(settings.model) and (there or settings.engine != "local"):
         raise SettingsError(
             f"model = {settings.model!r} is code of your own, and Flower's processes do not have it: use engine = local"
+        )
+    if ":" in settings.callbacks and (there or settings.engine != "local"):
+        raise SettingsError(
+            f"callbacks = {settings.callbacks!r} names your own code, and Flower's processes do not have it: use engine = local"
         )
 
 
@@ -111,6 +115,7 @@ def default_clients(values: Scalars, there: bool) -> int:
 def merge_assignments(assignments: list[str], options: Scalars) -> Scalars:
     """Return the settings of --set and of other options. Raises SettingsError if an option and --set differ in one."""
     own = next((text.partition("=")[2] for text in assignments if text.startswith("strategy=")), "")
+    own = own or str(options.get("strategy", ""))
     assigned = dict(parse_assignment(text, own) for text in assignments)
     for key, value in options.items():
         if assigned.get(key, value) != value:
@@ -198,9 +203,15 @@ def preset_path(preset: str) -> Path:
 
 
 def read_tables(path: Path) -> Scalars:
-    """Return the settings in a TOML file by their keys, without `paper`, the rows that it runs. Raises SettingsError."""
+    """Return the settings in a TOML file by their keys, without `paper`, the rows that it runs. Raises SettingsError.
+
+    Those of a Flower app are in its pyproject.toml, where `flwr run` reads them.
+    """
     try:
-        values = flat(read_toml(path.read_text(encoding="utf-8")))
+        tables = read_toml(path.read_text(encoding="utf-8"))
+        if path.name == "pyproject.toml":
+            tables = tables.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {})
+        values = flat(tables)
         return {key: value for key, value in values.items() if key != "paper"}
     except (ValueError, OSError) as error:  # ValueError: no TOML, or no UTF-8
         raise SettingsError(f"preset {path}: {error}") from None

@@ -6,8 +6,9 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.names import did_you_mean
+from piecework.device_profiles.plugins import list_plugins
 from piecework.server_app.used_settings import describe_case
-from piecework.training.methods import METHODS, lineage
+from piecework.training.methods import METHODS, is_own, lineage
 from piecework.training.settings import SettingsError
 from piecework.training.settings.cases import cases
 from piecework.training.settings.run import fields, tables
@@ -18,12 +19,12 @@ LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 def setting_rows(word: str = "") -> list[dict[str, Any]]:
     """Return every setting; or those of the table or strategy `word`, or with `word` in their key or meaning.
 
-    A strategy of one's own is MODULE:CLASS.
+    A strategy of one's own is MODULE:CLASS, or the name that an installed package registers.
 
     A row has the setting's `key`, its `default`, `allowed` values in words, its `meaning`, and the cases that it `belongs` to,
     which are empty if every run uses it. The table `run` has the keys without a table. Raises SettingsError if there are none.
     """
-    own = word if ":" in word else ""
+    own = word if is_own(word) or ":" in word else ""
     schemas = {name: table.model_json_schema(by_alias=True)["properties"] for name, table in tables(own).items()}
     rows = []
     for key in fields(own):
@@ -44,7 +45,7 @@ def setting_rows(word: str = "") -> list[dict[str, Any]]:
         if wanted:
             rows.append(row)
     if not rows:
-        near = did_you_mean(word, [*fields(), *METHODS])
+        near = did_you_mean(word, [*fields(), *METHODS, *list_plugins("methods")])
         raise SettingsError(f"no setting is about {word!r}: piecework settings lists all {len(fields())}{near}")
     return rows
 

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from piecework.commands.options import read_preset
 from piecework.commands.papers import shipped_rows
-from piecework.strategies import find_method
-from piecework.training.methods import METHODS
+from piecework.device_profiles.plugins import Plugin, PluginError, find_plugin, list_plugins
+from piecework.training.methods import METHODS, load
 
 SHOWN = 2  # published presets of a system in the table
 LINK = re.compile(r"https://[^\s,;)]+[^\s,;).]")
@@ -22,8 +22,8 @@ def strategy_rows() -> list[dict[str, Any]]:
     and the `presets` that run it in a row of a paper's table.
     """
     rows, presets = [], published_presets()
-    for name in METHODS:
-        strategy = find_method(name)
+    for name, entry in METHODS.items():
+        strategy = load(entry.server)  # not by its name, which a plugin may have too
         can, module = strategy.can, strategy.__module__
         paper = LINK.search(sys.modules[module].__doc__ or "")
         rows.append(
@@ -37,7 +37,19 @@ def strategy_rows() -> list[dict[str, Any]]:
                 "presets": presets[name],
             }
         )
-    return rows
+    return rows + [plugin_row(plugin) for found in list_plugins("methods").values() for plugin in found]
+
+
+def plugin_row(plugin: Plugin) -> dict[str, Any]:
+    """Return the row of a system that an installed package registers, without importing it."""
+    try:
+        find_plugin("methods", plugin.name, METHODS)
+        caveat = ""
+    except PluginError as error:
+        caveat = str(error)
+    about = f"Plugin of the package {plugin.package} {plugin.version}{f': {plugin.about}' if plugin.about else ''}"
+    row = {"strategy": plugin.name, "family": "plugin", "about": about, "caveat": caveat}
+    return row | {"paper": "", "needs": "", "presets": []}
 
 
 def published_presets() -> dict[str, list[str]]:

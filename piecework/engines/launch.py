@@ -206,7 +206,7 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
     seen = len(run_dir.readable_rounds()[0]) if settings.resume_from else 0
     before, known = run_dir.summary_version(), run_dir.coverage()
     killed = killed_writer(run_dir.path)
-    app = app_folder(home.path / "app")
+    app = app_folder(home.path / "app", values)
     submitted = home.command("run", str(app), "piecework", "--run-config", str(config), *arguments)
     run_id = str(submitted["run-id"])
     try:

@@ -142,9 +142,9 @@ NEUTRAL = ("device_profiles", "federated_data", "federation", "server_app", "cli
 
 
 def test_neutral_code_names_no_method() -> None:
-    """Nor does a comment; `local` is also a word."""
+    """Nor does a comment; `local` is also a word. The app that `piecework new` writes is a user's, and has a method."""
     names = re.compile(rf"(?<![\w-])({'|'.join(METHODS.keys() - {'local'})})(?![\w-])")
-    files = [path for folder in NEUTRAL for path in files_of(folder)]
+    files = [path for folder in NEUTRAL for path in files_of(folder) if "new_app" not in path.parts]
     found = {str(path.relative_to(ROOT)) for path in files if names.search(path.read_text(encoding="utf-8"))}
     assert found == set()
 

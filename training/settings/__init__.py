@@ -4,10 +4,11 @@ The table of a method lies in its folder (`settings.py`); training/methods.py sa
 """
 
 from piecework.training.capabilities import Scalar
+from piecework.training.settings.changeable import CHANGEABLE, EXTENDABLE
 from piecework.training.settings.errors import SettingsError, too_many_asked
 from piecework.training.settings.rates import learning_rate
-from piecework.training.settings.resume import EXTENDABLE, check_resume
-from piecework.training.settings.run import CHANGEABLE, Settings
+from piecework.training.settings.resume import check_resume
+from piecework.training.settings.run import Settings
 
 __all__ = [
     "CHANGEABLE",

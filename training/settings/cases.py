@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from piecework.training.capabilities import Case, Refusal, Scalar
-from piecework.training.methods import METHODS, Entry, find_entry, lineage, table_class
+from piecework.training.methods import METHODS, Entry, find_entry, is_own, lineage, table_class
 from piecework.training.settings.run import Settings, fields, tables
 
 
@@ -16,7 +16,7 @@ class Exactly(tuple[Scalar, ...]):
 @cache
 def cases(strategy: str = "") -> dict[str, tuple[Case, ...]]:
     """Return the cases in which each setting is used, also by a strategy of one's own; those of every run are missing."""
-    entries = {name: find_entry(name) for name in (*METHODS, *([strategy] if ":" in strategy else []))}
+    entries = METHODS | ({strategy: find_entry(strategy)} if is_own(strategy) else {})
     found = {}
     for key, info in fields(strategy).items():
         own: Any = (info.json_schema_extra or {}).get("only") if isinstance(info.json_schema_extra, dict) else ()

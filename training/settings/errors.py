@@ -40,10 +40,10 @@ def describe_unknown_key(key: str, fields: Iterable[str]) -> str:
 
 def require_table_name(name: str, taken: Collection[str], strategy: str) -> None:
     """Raise ValueError for the name of a table of settings that another one has, or that is none."""
-    if name in taken or not re.fullmatch("[a-z][a-z0-9]*", name):
+    if name in taken or not re.fullmatch("[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ValueError(
-            f"strategy = {strategy!r}: its table of settings is named {name!r}; a name has lower-case letters and digits, and "
-            f"none of these is free: {', '.join(sorted(taken))}"
+            f"strategy = {strategy!r}: its table of settings is named {name!r}; a name has lower-case letters, digits and "
+            f"hyphens, and none of these is free: {', '.join(sorted(taken))}"
         )
 
 

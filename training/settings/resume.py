@@ -1,13 +1,11 @@
-"""What a resumed run may change."""
+"""Compare the settings of a run with those that it is to be resumed with."""
 
 from collections.abc import Mapping
 
 from piecework.training.capabilities import Scalar
+from piecework.training.settings.changeable import CHANGEABLE, EXTENDABLE
 from piecework.training.settings.errors import SettingsError
-from piecework.training.settings.run import CHANGEABLE, Settings
-
-# Settings that a resumed run may set: they affect the rates of the rounds to come.
-EXTENDABLE = frozenset({"training.lr-rounds"})
+from piecework.training.settings.run import Settings
 
 
 def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:

@@ -16,7 +16,8 @@ from pydantic.fields import FieldInfo
 
 from piecework.device_profiles.documents import abbreviate
 from piecework.training.capabilities import Scalar
-from piecework.training.methods import METHODS, find_entry, table_class
+from piecework.training.methods import METHODS, SIMPLEST, find_entry, is_own, table_class
+from piecework.training.settings.changeable import CHANGEABLE
 from piecework.training.settings.errors import (
     KINDS,
     REMOVED,
@@ -38,26 +39,6 @@ from piecework.training.settings.shared import (
 )
 from piecework.training.settings.table import AtLeastOne, Count, Seed, Table, flat, nest, setting
 
-# Settings that a resumed run may change; all others affect its numbers.
-CHANGEABLE = frozenset(
-    {
-        "num-rounds",
-        "output-dir",
-        "run-name",
-        "resume-from",
-        "engine",
-        "workers",
-        "messages.max-in-flight",
-        "evaluation.every",
-        "evaluation.on-clients-every",
-        "evaluation.clients",
-        "evaluation.autoattack-examples",
-        "memory.keep-experiments",
-        "faults.allow-untrained",  # it decides whether a run starts, but none of its numbers
-    }
-)
-
-
 T = TypeVar("T", bound=Table)
 
 
@@ -71,7 +52,9 @@ class Settings(Table):
         "FILE.py:FUNCTION or MODULE:FUNCTION, or of a library, as torchvision:NAME or timm:NAME",
     )
     dataset: str = setting("digits", "name of the data set, or npz:FILE, folder:DIR, text:DIR")
-    fleet: str = setting("demo", "the clients' devices: a shipped fleet, a .toml file, or a fleet as JSON")
+    fleet: str = setting(
+        "demo", "the clients' devices: a shipped fleet, a .toml file, also PACKAGE/FILE.toml, or a fleet as JSON"
+    )
     clients: Annotated[int, Field(ge=0, le=10**6)] = setting(
         0, "number of clients; 0 = as many as the federation has, for `piecework run` the fleet's number or 20"
     )
@@ -91,6 +74,10 @@ class Settings(Table):
     state_dir: str = setting("", "folder of the clients' stores; empty = RUN/clients")
     resume_from: str = setting(
         "", "a run's folder, or auto = the newest unfinished run in output-dir with these settings"
+    )
+
+    callbacks: str = setting(
+        "", "callbacks of installed packages, which the server tells of each round: names, with commas; or MODULE:CLASS"
     )
 
     data: DataSettings = DataSettings()
@@ -242,7 +229,7 @@ class Settings(Table):
         config = {key: value for key, value in config.items() if key not in REMOVED or value != REMOVED[key]}
         for key, value in config.items():
             if key not in known:
-                raise SettingsError(describe_unknown_key(key, known))
+                raise SettingsError(_describe_unknown(key, str(config.get("strategy", ""))))
             if not isinstance(value, Scalar):
                 raise SettingsError(f"setting {key} = {abbreviate(value)}: should be {KINDS[type(known[key].default)]}")
         # with their types, because a cache treats True, 1 and 1.0 as equal
@@ -292,7 +279,7 @@ def method_tables(strategy: str = "") -> dict[str, type[Table]]:
     """Return the classes of the methods' tables by name, with that of a strategy of one's own. Raises SettingsError."""
     named = [name for entry in METHODS.values() for name in entry.tables]
     try:
-        own = find_entry(strategy).tables if ":" in strategy else ()
+        own = find_entry(strategy).tables if is_own(strategy) else ()
         found = {table.name: table for table in map(table_class, sorted(set(named)))}
         for table in map(table_class, own):
             if found.get(table.name) is not table:
@@ -315,6 +302,15 @@ def tables(strategy: str = "") -> dict[str, type[Table]]:
 def fields(strategy: str = "") -> dict[str, FieldInfo]:
     """Return the declaration of every setting by its key, with those of a strategy of one's own. Raises SettingsError."""
     return dict(_fields(tables(strategy)))
+
+
+def _describe_unknown(key: str, strategy: str) -> str:
+    """Return the error for an unknown key: of a strategy that is not there, such as a plugin's, no key is known."""
+    try:
+        find_entry(strategy or SIMPLEST)
+    except ValueError as error:
+        return str(error)
+    return describe_unknown_key(key, fields(strategy))
 
 
 def _fields(tables: Mapping[str, type[Table]]) -> Iterator[tuple[str, FieldInfo]]:

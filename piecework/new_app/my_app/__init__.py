@@ -1,0 +1,1 @@
+"""A model, a method, a data set and a callback for Piecework."""
