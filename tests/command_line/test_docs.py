@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import piecework
 from piecework.cli import app
+from piecework.commands.new import TEMPLATE
 from piecework.device_profiles.fleet import load_fleet
 from piecework.models.zoo import MODELS
 from piecework.server_app.records import RunDir
@@ -67,11 +68,19 @@ def python_blocks(name: str) -> list[tuple[str, str]]:
     return re.findall(rf"```(?:python|toml)\n# {name}\n(.*?)```", text, re.DOTALL)
 
 
+def own_method() -> str:
+    """The method that docs/extend.md shows and `piecework new` writes, as a module with another name."""
+    code = (TEMPLATE / "my_app" / "method.py").read_text("utf-8")
+    ((_, shown),) = python_blocks(r"(my_app/method\.py)")
+    assert code.endswith(shown)
+    return code.replace("my-app", "prox")
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the files of docs/extend.md, docs/models.md and docs/python.md, of which the modules can be imported."""
     folder = tmp_path_factory.mktemp("page")
-    for name, code in python_blocks(r"(\w+\.(?:py|toml))"):
+    for name, code in [*python_blocks(r"(\w+\.(?:py|toml))"), ("my_prox.py", own_method())]:
         (folder / name).write_text(code, encoding="utf-8")
     assert {path.stem for path in folder.glob("*.py")} == set(MODULES)
     with pytest.MonkeyPatch.context() as patch:
@@ -205,6 +214,7 @@ import json, sys
 from typer.testing import CliRunner
 import piecework
 from piecework.cli import app
+from piecework.commands.new import TEMPLATE
 found = [CliRunner().invoke(app, command) for command in json.loads(sys.argv[1])]
 print(json.dumps([[done.exit_code, done.stdout, done.stderr] for done in found]))
 """
@@ -215,9 +225,8 @@ def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> Non
     copy = tmp_path / "copy"
     others = shutil.ignore_patterns(".*", "__pycache__", "docs", "tests", "runs")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=others)
-    (code,) = (code for name, code in python_blocks(r"(\w+)\.py") if name == "my_prox")
     imports, table, loss, train, server = split_at(
-        code, "class ProxSettings", "def proximal_loss", "def train", "class ProxCut"
+        own_method(), "class ProxSettings", "def proximal_loss", "def train", "class ProxCut"
     )
     own = "piecework.strategies.whole.prox"
     found = f"from {own}.settings import ProxSettings\n"

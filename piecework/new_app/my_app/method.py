@@ -32,7 +32,8 @@ def proximal_loss(mu: float) -> Callable[[list[PieceModel]], Loss]:
 
         def loss(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             pairs = zip(pieces[0].parameters(), anchors, strict=True)
-            return plain(z, y) + mu / 2 * torch.stack([(p - a).square().sum() for p, a in pairs]).sum()
+            distance = torch.stack([(p - a).square().sum() for p, a in pairs]).sum()
+            return plain(z, y) + mu / 2 * distance
 
         return loss
 
