@@ -149,8 +149,8 @@ class ClientRegistry:
     def _take_in(self, node: int, reply: Message) -> None:
         try:
             if reply.has_error():
-                needs = f"; this run needs on each node: pip install {' '.join(self.packages)}" if self.packages else ""
-                raise ValueError(f"error {reply.error.code}: {reply.error.reason}{needs}")
+                needs = f"each node needs: pip install {' '.join(self.packages)}; " if self.packages else ""
+                raise ValueError(f"error {reply.error.code}: {needs}{reply.error.reason}")  # long reasons are cut
             self.query_bytes += content_bytes(reply.content)
             self._clients[node] = self._admit(node, reply)
             self._failed.pop(node, None)

@@ -4,6 +4,7 @@ import logging
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 from piecework.app_folder import PRESETS
 from piecework.device_profiles.documents import abbreviate, read_toml
@@ -208,9 +209,10 @@ def read_tables(path: Path) -> Scalars:
     Those of a Flower app are in its pyproject.toml, where `flwr run` reads them.
     """
     try:
-        tables = read_toml(path.read_text(encoding="utf-8"))
-        if path.name == "pyproject.toml":
-            tables = tables.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {})
+        tables: Any = read_toml(path.read_text(encoding="utf-8"))
+        for name in ("tool", "flwr", "app", "config") if path.name == "pyproject.toml" else ():
+            if not isinstance(tables := tables.get(name), dict):
+                raise ValueError("it has no table [tool.flwr.app.config], where a Flower app has its settings")
         values = flat(tables)
         return {key: value for key, value in values.items() if key != "paper"}
     except (ValueError, OSError) as error:  # ValueError: no TOML, or no UTF-8

@@ -17,7 +17,9 @@ from plugin_helpers import installed
 from typer.testing import CliRunner
 
 from piecework.cli import app
+from piecework.commands.options import read_preset
 from piecework.server_app.records import RunDir
+from piecework.training.settings import SettingsError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,6 +55,9 @@ def test_a_round_is_trained_as_it_was_planned(fresh: Path, monkeypatch: pytest.M
     for client in record["clients"]:
         assert (client["status"], client["predicted_peak"]) == ("ok", planned["modules"][0]["memory_bytes"])
         assert client["measured_peak"] <= client["predicted_peak"]
+    (tmp_path / "pyproject.toml").write_text("[tool.flwr]\napp = 1\n")
+    with pytest.raises(SettingsError, match=r"pyproject.toml: it has no table \[tool.flwr.app.config\]"):
+        read_preset(str(tmp_path / "pyproject.toml"))
     assert (run.path / "accuracy.csv").read_text() == f"round,accuracy\n1,{record['accuracy']}\n"
 
 
