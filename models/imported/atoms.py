@@ -46,16 +46,14 @@ class Cut:
 
 
 class _Values(fx.Interpreter):
-    """Runs recorded calls, and keeps the result of each."""
+    """Runs recorded calls, and keeps the result of each in `env`."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.found: dict[fx.Node, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a call."""
-        self.found[n] = super().run_node(n)
-        return self.found[n]
+    def run_all(self, x: Tensor) -> Any:
+        """Return the result of the last call. `run` would make a progress bar, whose lock a killed worker leaves."""
+        self.args_iter = iter([x])
+        for node in self.graph.nodes:
+            self.env[node] = self.run_node(node)
+        return self.env[node]
 
 
 class Same(nn.Module):
@@ -185,8 +183,8 @@ def _join_classifier(
 
 def _run(module: fx.GraphModule, source: Source) -> dict[fx.Node, Any]:
     values = _Values(module)
-    _logits(values.run, source)
-    return values.found
+    _logits(values.run_all, source)
+    return values.env
 
 
 def _logits(function: Any, source: Source) -> Tensor:
