@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weights_are_unset
 from piecework.models.channels import channel_axes
 from piecework.models.imported.boundaries import choose, is_weighted
-from piecework.models.imported.graph import UntraceableError, record_calls
-from piecework.models.imported.module import Source, make, require_state
+from piecework.models.imported.graph import UntraceableError, as_module, record_calls
+from piecework.models.imported.module import Source, make, require_freed, require_state
 from piecework.models.imported.narrow import kept_channels, narrow
 from piecework.models.imported.objects import code_of, is_object
 from piecework.models.imported.source import find_make, is_own
@@ -79,6 +79,7 @@ def _whole_cut(source: Source) -> Cut:
     with torch.device("meta"), unset_weights():
         root = make(source).eval()
     require_state(root, source)
+    require_freed(root, source)
     reason, positions, nodes = "", list[int](), list[fx.Node]()
     try:
         graph = record_calls(root)
@@ -209,7 +210,7 @@ def _logits(function: Any, source: Source) -> Tensor:
     return found
 
 
-def _part(root: nn.Module, nodes: Sequence[fx.Node], begin: int, end: int) -> fx.GraphModule:
+def _part(root: nn.Module, nodes: Sequence[fx.Node], begin: int, end: int) -> nn.Module:
     """Return the module that runs nodes[begin:end] on the result of the node before them."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     if begin:
@@ -220,7 +221,7 @@ def _part(root: nn.Module, nodes: Sequence[fx.Node], begin: int, end: int) -> fx
         if node.op != "get_attr" or node in attributes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[nodes[end - 1]])
-    return fx.GraphModule(root, graph)
+    return as_module(root, graph)
 
 
 def _names(root: nn.Module, nodes: Sequence[fx.Node], positions: Sequence[int]) -> list[str]:

@@ -102,6 +102,25 @@ def record_calls(root: nn.Module) -> fx.Graph:
         leaves.add(_inner(root, stack[-1:], leaves, "its forward pass asks for self.training"))
 
 
+class Recorded(nn.Module):
+    """A part of a module: its submodules, run by recorded calls, whose Python is `code`.
+
+    A GraphModule and its graph refer to each other, so that a dropped one would keep its weights until the next garbage
+    collection; this one has no graph, and frees them at once.
+    """
+
+    code = ""
+
+
+def as_module(root: nn.Module, graph: fx.Graph) -> Recorded:
+    """Return the module that runs a graph on the submodules and parameters of `root`."""
+    made = fx.GraphModule(root, graph)
+    forward = vars(type(made))["forward"]
+    found: Recorded = type("Recorded", (Recorded,), {"forward": forward, "code": made.code})()
+    found._parameters, found._buffers, found._modules = made._parameters, made._buffers, made._modules
+    return found
+
+
 def _random_states() -> tuple[Any, ...]:
     return random.getstate(), str(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 

@@ -1,5 +1,7 @@
 """The module that a user's function makes, with the norms that the settings ask for."""
 
+import copy
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +60,18 @@ def _with_epsilon_of(layer: nn.BatchNorm1d | nn.BatchNorm2d, norm: Any) -> nn.Mo
     norm.eps = layer.eps
     replaced: nn.Module = norm
     return replaced
+
+
+def require_freed(root: nn.Module, source: Source) -> None:
+    """Raise ValueError if a module refers to itself: when it is dropped, its parameters stay until a garbage collection."""
+    dropped = copy.deepcopy(root)
+    arrays = [weakref.ref(array) for array in dropped.parameters()]
+    del dropped
+    if any(array() is not None for array in arrays):
+        raise ValueError(
+            f"model = {source.name!r} refers to itself, as a layer does that keeps its parent, so a device could not free it "
+            "when it is done: keep the parent by weakref.proxy, or give the layer what it needs of it"
+        )
 
 
 def require_state(root: nn.Module, source: Source) -> None:

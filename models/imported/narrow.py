@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from piecework.models.channels import Axes
 from piecework.models.frozen_norm import FrozenBatchNorm1d, FrozenBatchNorm2d
+from piecework.models.imported.graph import Recorded
 
 Channels = Mapping[int, int]  # how many channels of each group are kept
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, FrozenBatchNorm1d, FrozenBatchNorm2d)
@@ -74,9 +75,5 @@ def _note_sizes(path: str, layer: nn.Module, sizes: Mapping[str, list[int]]) -> 
         layer.normalized_shape = tuple(sizes["weight"])
     elif isinstance(layer, nn.Embedding):
         layer.embedding_dim = sizes["weight"][1]
-    elif type(layer).forward is not nn.Module.forward and not _is_graph(layer):
+    elif type(layer).forward is not nn.Module.forward and not isinstance(layer, Recorded):
         raise ValueError(f"{path} is a {type(layer).__name__}, which is not known to work with fewer channels")
-
-
-def _is_graph(layer: nn.Module) -> bool:
-    return isinstance(layer, torch.fx.GraphModule)

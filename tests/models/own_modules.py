@@ -206,6 +206,32 @@ def drops(num_classes: int, _: Any) -> nn.Module:
     return Drops(num_classes)
 
 
+class Child(nn.Module):
+    """Keeps its parent, in a list so that it is not a submodule."""
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.parents = nn.Linear(64, 10), [parent]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.flatten(1))
+
+
+class Parent(nn.Module):
+    """Refers to itself through its child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Child(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x)
+
+
+def circular(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    return Parent()
+
+
 class Arguments(nn.Module):
     """Has arguments besides the tensor, and makes tensors in its forward pass."""
 
