@@ -188,7 +188,7 @@ def test_initial_weights_are_drawn_by_the_module_itself() -> None:
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "fedavg": {"fleet": "unlimited"},
-    "fedepth": {"fleet": fleet_json(rich=1.6, poor=0.9)},
+    "fedepth": {"fleet": fleet_json(rich=1.6, poor=0.85), "model": name_of("tied")},
     "fedprophet": {"attack__steps": 1, "evaluation__attack_steps": 1, "fedprophet__stage_rounds": 1},
     "depthfl": {"fleet": fleet_json(rich=3.0)},
     "spafl": {"fleet": "unlimited"},
