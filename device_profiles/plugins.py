@@ -43,10 +43,15 @@ class Plugin:
 
 
 @cache
+def _entry_points() -> Any:  # EntryPoints, or what has the same `select` before Python 3.12
+    return metadata.entry_points()  # all at once: each look reads a file of every installed package
+
+
+@cache
 def list_plugins(kind: str) -> Mapping[str, tuple[Plugin, ...]]:
     """Return the plugins of a kind (a key of KINDS) by name, without importing them. More than one of a name is an error."""
     found: dict[str, tuple[Plugin, ...]] = {}
-    for point in sorted(metadata.entry_points(group=f"piecework.{kind}"), key=lambda each: each.name):
+    for point in sorted(_entry_points().select(group=f"piecework.{kind}"), key=lambda each: each.name):
         about = point.dist.metadata.json if point.dist is not None else {}
         package, version, summary = (str(about.get(key, "")) for key in ("name", "version", "summary"))
         plugin = Plugin(kind, point.name, package, version, summary, point)
@@ -86,4 +91,5 @@ def load_plugin(kind: str, name: str) -> Any:
 
 def forget_plugins() -> None:
     """Have the names read again, after a package was installed into this process."""
+    _entry_points.cache_clear()
     list_plugins.cache_clear()

@@ -26,6 +26,7 @@ QUERY_SECONDS = 300.0  # after this time a query without an answer is repeated
 GRACE_SECONDS = 15.0  # how long a round waits for an answer: the node first starts a process and imports torch
 AGAIN_SECONDS = 30.0  # after this time a node whose answer could not be used is queried again
 MEASURED = "memory-available", "flops-per-second", "disk-bandwidth"  # by a device that measures itself
+LACKING = "unknown strategy", "is not known", "unknown data set"  # what a node says that lacks the package of a plugin
 MIN_EXAMPLES = 2  # batch norm has no statistics of one example
 
 
@@ -63,7 +64,7 @@ class ClientRegistry:
     `bound` are the clients that belong to one node for the whole run, with its name. It is the name under which the node's key
     was registered (`piecework register`), so only a node with node authentication has one.
 
-    `packages` are those whose plugins clients need; the error of a node names them.
+    `packages` are those whose plugins clients need; the error of a node that lacks them names them.
 
     Two nodes that are online and claim one client are both refused, because nothing says which of them has its data. Once the
     run has `started`, the node that works keeps its client, and only the other is refused: no newcomer can put out a member.
@@ -149,8 +150,10 @@ class ClientRegistry:
     def _take_in(self, node: int, reply: Message) -> None:
         try:
             if reply.has_error():
-                needs = f"each node needs: pip install {' '.join(self.packages)}; " if self.packages else ""
-                raise ValueError(f"error {reply.error.code}: {needs}{reply.error.reason}")  # long reasons are cut
+                reason = str(reply.error.reason)
+                if self.packages and any(text in reason for text in LACKING):  # first, because long reasons are cut
+                    reason = f"each node needs: pip install {' '.join(self.packages)}; {reason}"
+                raise ValueError(f"error {reply.error.code}: {reason}")
             self.query_bytes += content_bytes(reply.content)
             self._clients[node] = self._admit(node, reply)
             self._failed.pop(node, None)
