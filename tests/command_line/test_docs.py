@@ -112,7 +112,11 @@ def test_a_user_does_what_the_page_says(page: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.processes
 def test_a_study_in_python_does_what_the_page_says(page: Path) -> None:
-    done = subprocess.run([sys.executable, "my_study.py"], cwd=page, capture_output=True, text=True, check=False)
+    """In one process; that workers get a module is tested with the notebook."""
+    code = (page / "my_study.py").read_text("utf-8").replace('"clients": 4', '"clients": 4, "workers": 1')
+    assert "workers" in code
+    (page / "my_quick_study.py").write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, "my_quick_study.py"], cwd=page, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("fedepth on object:Net-")
     rows = [line.split() for line in done.stdout.splitlines()]
