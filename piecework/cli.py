@@ -86,6 +86,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
+    listen()
     with user_errors(as_json), trace_anew(no_cache):
         connection = connection_to(superlink, root_certificates, insecure)
         settings = settings_from(
@@ -140,7 +141,6 @@ def run_one(
     from piecework.report.progress import RoundProgress
     from piecework.server_app.run_folder import STOPPED
 
-    listen()
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
     settings = settings.with_values({"seed": seed, "run-name": name})
     found = carry_out(settings, RoundProgress(settings.num_rounds, err), restarts, connection)

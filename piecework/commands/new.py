@@ -26,7 +26,7 @@ def new(
     with user_errors(False):
         files = write_app(folder)
         out.print(f"{folder}: {', '.join(files)}", soft_wrap=True)
-        out.print(f"next: cd {folder} && pip install -e . && piecework run --preset pyproject.toml", soft_wrap=True)
+        out.print(f"next: cd {folder} && pip install -e . && piecework run", soft_wrap=True)
 
 
 def write_app(folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ from piecework.training.settings.run import fields
 from piecework.training.settings.table import flat
 
 Scalars = dict[str, Scalar]
+PROJECT, SERVER_APP = "piecework", "piecework.flower_server:app"
 DIGITS = 19  # of a seed, which is a number of 64 bits
 LOG = logging.getLogger("piecework")
 # The command line's shorthands of --set.
@@ -49,7 +50,7 @@ def settings_from(
 ) -> Settings:
     """Apply defaults, then the preset, then --set and the options. Paths become absolute, as engines run elsewhere.
 
-    `named` are the options that stand for settings, by setting; one that contradicts --set raises SettingsError.
+    The settings of the app in this folder are the preset where none is named (`find_app`). `named` are the options that stand for settings, by setting; one that contradicts --set raises SettingsError.
 
     With `resume-from`, that run's settings replace the defaults. Otherwise the number of clients defaults to that of the fleet,
     or 20; to 4 if real processes are started; and to the number of nodes if they are `there` already.
@@ -61,6 +62,7 @@ def settings_from(
     find_entry(str(asked_for.get("strategy", fields()["strategy"].default)))
     if there and asked_for.get("engine", "deployment") != "deployment":
         raise SettingsError(f"engine = {asked_for['engine']} with --superlink: a SuperLink's nodes are real processes")
+    preset = preset or find_app(asked_for)
     values, dropped = drop_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
     if dropped:
         LOG.warning("--preset %s: these have no effect with what was given: %s", preset, ", ".join(dropped))
@@ -105,6 +107,26 @@ def require_engine(settings: Settings, there: bool) -> None:
         raise SettingsError(
             f"callbacks = {settings.callbacks!r} names your own code, and Flower's processes do not have it: use engine = local"
         )
+
+
+def find_app(asked_for: Scalars) -> str:
+    """Return the pyproject.toml of the working directory if it is a Flower app on Piecework's, as `flwr run .` reads it.
+
+    The result is empty for Piecework itself, whose settings are the defaults, and for a run to resume, which has its own.
+    """
+    file = Path("pyproject.toml")
+    if asked_for.get("resume-from", "") not in ("", "auto") or not file.is_file():
+        return ""
+    try:
+        found: Any = read_toml(file.read_text(encoding="utf-8"))
+        served = found["tool"]["flwr"]["app"]["components"]["serverapp"]
+        name = found["project"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):  # another project, which is not ours to judge
+        return ""
+    if served != SERVER_APP or name == PROJECT:
+        return ""
+    LOG.info("settings: those of the app %s in this folder, as `flwr run .` has them", name)
+    return str(file)
 
 
 def default_clients(values: Scalars, there: bool) -> int:

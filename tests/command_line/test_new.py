@@ -17,7 +17,7 @@ from plugin_helpers import installed
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.commands.options import read_preset
+from piecework.commands.options import find_app, read_preset
 from piecework.server_app.records import RunDir
 from piecework.training.settings import SettingsError
 
@@ -34,7 +34,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("new") / "Try-Out"
     done = call("new", str(folder))
     assert done.exit_code == 0, done.stderr
-    assert "pip install -e . && piecework run --preset pyproject.toml" in done.stdout
+    assert "pip install -e . && piecework run" in done.stdout
     project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
     points = {group.removeprefix("piecework."): named for group, named in project["entry-points"].items()}
     assert points.keys() == {"methods", "models", "datasets", "callbacks"}
@@ -44,10 +44,10 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_a_round_is_trained_as_it_was_planned(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(fresh)
-    planned = json.loads(call("plan", "--preset", "pyproject.toml", "--json").stdout)
+    planned = json.loads(call("plan", "--json").stdout)
     assert (planned["strategy"], planned["fleet"]["participation"]) == ("try-out", 1.0)
     few = ["--set=num-rounds=1", "--set=workers=1", "--set=run-name=run", "--output-dir", str(tmp_path)]
-    done = call("run", "--preset", "pyproject.toml", *few, "--set=try-out.mu=0.3", "--nodes=4")
+    done = call("run", *few, "--set=try-out.mu=0.3", "--nodes=4")
     assert done.exit_code == 0, done.output
     run = RunDir(tmp_path / "run")
     assert [run.settings()[key] for key in ("strategy", "model", "callbacks", "try-out.mu")] == [*["try-out"] * 3, 0.3]
@@ -59,6 +59,20 @@ def test_a_round_is_trained_as_it_was_planned(fresh: Path, monkeypatch: pytest.M
     with pytest.raises(SettingsError, match=r"pyproject.toml: it has no table \[tool.flwr.app.config\]"):
         read_preset(str(tmp_path / "pyproject.toml"))
     assert (run.path / "accuracy.csv").read_text() == f"round,accuracy\n1,{record['accuracy']}\n"
+
+
+def test_only_a_flower_app_of_piecework_brings_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in this project itself, whose settings are the defaults, and in a folder with any other pyproject.toml."""
+    monkeypatch.chdir(ROOT)
+    assert find_app({}) == ""
+    monkeypatch.chdir(tmp_path)
+    app = '[project]\nname = "other"\n[tool.flwr.app.components]\nserverapp = "{}:app"\n'
+    for text in ("", "x = ", app.format("other.server"), "[tool]\nflwr = 1"):
+        (tmp_path / "pyproject.toml").write_text(text)
+        assert find_app({}) == ""
+    (tmp_path / "pyproject.toml").write_text(app.format("piecework.flower_server"))
+    assert find_app({}) == "pyproject.toml"
+    assert find_app({"resume-from": "runs/x"}) == ""
 
 
 def test_its_own_test_and_the_checks_pass(fresh: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_round_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(Path(__file__).parents[1])
     few = ["--set", "num-rounds=1", "--set", "workers=1", "--set", "run-name=run", "--output-dir", str(tmp_path)]
     with pytest.raises(SystemExit) as ended:
-        main(["run", "--preset", "pyproject.toml", *few])
+        main(["run", *few])
     assert ended.value.code == 0
     (line,) = (tmp_path / "run" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
     assert {client["status"] for client in json.loads(line)["clients"]} == {"ok"}
