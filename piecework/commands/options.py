@@ -50,7 +50,8 @@ def settings_from(
 ) -> Settings:
     """Apply defaults, then the preset, then --set and the options. Paths become absolute, as engines run elsewhere.
 
-    The settings of the app in this folder are the preset where none is named (`find_app`). `named` are the options that stand for settings, by setting; one that contradicts --set raises SettingsError.
+    The settings of the app in this folder are the preset where none is named (`find_app`). `named` are the options that stand
+    for settings, by setting; one that contradicts --set raises SettingsError.
 
     With `resume-from`, that run's settings replace the defaults. Otherwise the number of clients defaults to that of the fleet,
     or 20; to 4 if real processes are started; and to the number of nodes if they are `there` already.
