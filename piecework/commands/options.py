@@ -63,10 +63,7 @@ def settings_from(
     find_entry(str(asked_for.get("strategy", fields()["strategy"].default)))
     if there and asked_for.get("engine", "deployment") != "deployment":
         raise SettingsError(f"engine = {asked_for['engine']} with --superlink: a SuperLink's nodes are real processes")
-    preset = preset or find_app(asked_for)
-    values, dropped = drop_unused(asked_for, read_preset(preset)) if preset else (dict(asked_for), [])
-    if dropped:
-        LOG.warning("--preset %s: these have no effect with what was given: %s", preset, ", ".join(dropped))
+    values = add_preset(asked_for, preset or find_app(asked_for))
     if there:
         values["engine"] = "deployment"
     given, resumed = set(values), str(values.get("resume-from", ""))
@@ -89,6 +86,16 @@ def settings_from(
     resolved = readable_anywhere(settings) | {"workers": default_workers(settings.workers)}
     of_run = resolved.keys() - given if resumed not in ("", "auto") else set()  # as the run has them
     return settings.with_values({key: value for key, value in resolved.items() if key not in of_run})
+
+
+def add_preset(asked_for: Scalars, preset: str) -> Scalars:
+    """Return the settings of a preset, if one is named, beneath those that were asked for."""
+    if not preset:
+        return dict(asked_for)
+    values, dropped = drop_unused(asked_for, read_preset(preset))
+    if dropped:
+        LOG.warning("--preset %s: these have no effect with what was given: %s", preset, ", ".join(dropped))
+    return values
 
 
 def require_engine(settings: Settings, there: bool) -> None:
