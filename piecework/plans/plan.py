@@ -30,6 +30,7 @@ from piecework.server_app.rates import low_lr_warning
 from piecework.server_app.start import describe_coverage
 from piecework.strategies import find_method
 from piecework.training.settings import Settings, learning_rate
+from piecework.training.settings.cases import require_accepted
 from piecework.training.setup import blueprint_of_shape
 
 ROUNDS = 20  # rounds of a plan if the fleet changes between rounds or not all clients take part
@@ -115,12 +116,13 @@ def planner_for(
 
     Raises ValueError.
     """
-    can = find_method(settings.strategy).can
+    method = find_method(settings.strategy)
+    require_accepted(settings, method.refuses, method.name)
     blueprint = blueprint_of_shape(settings, question.input_shape, question.num_classes)
     reference = blueprint_of_shape(
         settings.with_values({"architecture.width": 1.0}), question.input_shape, question.num_classes
     )
-    own = settings.attack.steps if trains_adversarially(can, settings) else 0
+    own = settings.attack.steps if trains_adversarially(method.can, settings) else 0
     steps = own if question.attack_steps is None else question.attack_steps
     if steps and blueprint.vocabulary:
         raise ValueError(
@@ -130,14 +132,14 @@ def planner_for(
     full = cost_model.bytes(whole_model(blueprint))
     states = fleet_states(fleet, settings, cost_model.reference_bytes)
     budgets = [state.budget_bytes for states_of_round in states for state in states_of_round]
-    cut = find_method(settings.strategy).make_cut(blueprint, cost_model, settings)
+    cut = method.make_cut(blueprint, cost_model, settings)
     cut.require_model()
     budget = question.budget or cut.reserves
     minimum = budget_bytes(budget, full) if budget else min(budgets)
     cut = cut.fit(minimum, max(minimum, *budgets))
     if not budget and cut.smallest < cut.min_budget():
         cut = cut.with_smallest(cut.min_budget())
-    return find_method(settings.strategy)(cut), states
+    return method(cut), states
 
 
 def trainers(states: list[list[DeviceState]], settings: Settings) -> dict[int, Trainer]:

@@ -321,6 +321,10 @@ def test_a_plan_allocates_no_weights() -> None:
         (["--model", "vgg16", *FEDPROPHET, "--budget", "10MB"], "atom 'conv6' needs"),
         (["--set", "architecture.options=stem"], "'stem' is not NAME=VALUE"),
         (["--set", "architecture.options=stem=cifar"], "convnet has no option 'stem'"),
+        (
+            ["--strategy", "fedprophet", "--set", "evaluation.mode=personal"],
+            "evaluation.mode = 'personal': fedprophet contr",
+        ),
         (["--picture", "plan.jpg"], "must end in .svg, .png or .pdf"),
     ],
 )
