@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchvision.models import get_model
 
 from piecework.client_app.app import require_strategy_of_run
-from piecework.models.cascade import Blueprint, Cascade, initial_state
+from piecework.models.cascade import Blueprint, Cascade, initial_state, unset_weights
 from piecework.models.channels import channel_axes
 from piecework.models.imported.atoms import cut
 from piecework.models.imported.module import Source, make
@@ -46,7 +46,9 @@ def original(name: str) -> str:
 
 def pair(name: str, shape: tuple[int, ...]) -> tuple[Cascade, nn.Module]:
     """A cascade and the module with the same weights."""
-    whole, cascade = make(Source(name, 10, shape, "running")), Cascade(blueprint_of(name, shape))
+    whole = make(Source(name, 10, shape, "running"))
+    with unset_weights():  # each atom would draw those of the whole module
+        cascade = Cascade(blueprint_of(name, shape))
     arrays = whole.state_dict()
     assert {original(n) for n in cascade.state_dict()} == arrays.keys()
     cascade.load_state_dict({n: arrays[original(n)] for n in cascade.state_dict()})
@@ -254,7 +256,8 @@ def test_a_narrow_one_is_a_choice_of_channels(name: str) -> None:
     full = blueprint_of(name, shape)
     small = build_blueprint(name, num_classes=10, input_shape=shape, width=0.5)
     indices = sub_indices(channel_axes(full), shapes(full), shapes(small), take_first)
-    narrow, wide = Cascade(small), Cascade(full).state_dict()
+    with unset_weights():  # each atom would draw those of the whole module
+        narrow, wide = Cascade(small), Cascade(full).state_dict()
     narrow.load_state_dict({n: torch.from_numpy(take(wide[n].numpy(), indices[n])) for n in wide})
     assert narrow.eval()(torch.randn(2, *shape)).shape == (2, 10)
     ratio = sum(p.numel() for p in narrow.parameters()) / sum(w.numel() for w in wide.values())
