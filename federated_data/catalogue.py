@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from piecework.federated_data import caltech, femnist, own_sources, sources, texts, tiny_imagenet
+from piecework.federated_data import caltech, femnist, own_sources, sources, tables, texts, tiny_imagenet
 from piecework.federated_data.sources import Source
 
 # Each reader takes the folder to read and whether it may download. Those of OWN are named with a file or a folder.
@@ -22,12 +22,13 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
     "npz": own_sources.npz,
     "folder": own_sources.folder,
     "text": texts.text,
+    "table": tables.table,
 }
 
 _NAMED = ("fashion-mnist", "cifar10", "cifar10-16", "cifar100", "caltech256", "imdb", "folder", "text")
 # What readers did not find in their first versions: data converted without it are converted again.
 READERS = {"npz": ("groups",)} | dict.fromkeys(_NAMED, ("class names",))
-OWN = ("npz", "folder", "text")
+OWN = ("npz", "folder", "text", "table")
 EMBEDDED = ("digits", "digits32")  # they come with scikit-learn, not from data-dir
 
 # Published sets, so that plans do not need their files: (C, H, W) or (length,), classes, training examples.

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from piecework.device_profiles.documents import abbreviate, read_json
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.plugins import list_plugins
 from piecework.device_profiles.user_cache import default_cache
-from piecework.federated_data import own_sources, texts
+from piecework.federated_data import own_sources, tables, texts
 from piecework.federated_data.catalogue import DATASETS, EMBEDDED, OWN, PUBLISHED, READERS
 from piecework.federated_data.partition import client_class_counts
 from piecework.federated_data.registered import is_registered, key_of, read_registered
@@ -39,6 +39,11 @@ __all__ = [
     "write",
 ]
 
+FILES: Mapping[str, Callable[[Path], list[Path]]] = {  # of which a user's folder consists
+    "folder": own_sources.image_files,
+    "text": texts.text_files,
+    "table": tables.table_files,
+}
 _SCHEMA = 1
 _FILES = ("train-images.npy", "train-labels.npy", "test-images.npy", "test-labels.npy")
 _GROUPS = "train-groups.npy"
@@ -52,9 +57,10 @@ _EXPORT_KEYS = {"client", "clients", "examples", "settings"}
 class ArrayDataset:
     """A data set on disk, mapped read-only.
 
-    `inputs` and `test_inputs` are images (N, H, W, C), uint8 or float32, or tokens (N, length), uint16 below `vocabulary`,
-    which is 0 for images. `labels` and `test_labels` are (N,) int64 in 0..num_classes-1. `mean` and `std`, one per channel, are
-    statistics of the training pixels: of pixel / 255 for uint8, of the values themselves for float32; tokens have none.
+    `inputs` and `test_inputs` are images (N, H, W, C), uint8 or float32, feature vectors (N, F), float32, or tokens (N, L),
+    uint16 below `vocabulary`, which is 0 for others. `labels` and `test_labels` are (N,) int64 in 0..num_classes-1. `mean` and
+    `std`, one per channel or feature, are statistics of the training examples: of pixel / 255 for uint8, of the values
+    themselves for float32; tokens have none.
     `groups`, (N,) int64 or None, are the owners of the training examples. `class_names`, by label, are empty if unknown.
 
     Images are resized to `image_size` x `image_size` pixels when they are read, unless that is 0.
@@ -84,21 +90,21 @@ class ArrayDataset:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """(C, H, W) of one image on disk, or (length,) of a text."""
+        """(C, H, W) of one image on disk, (F,) of a feature vector, or (length,) of a text."""
         _, *axes = self.inputs.shape
         return (axes[2], axes[0], axes[1]) if len(axes) == 3 else tuple(axes)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """(C, H, W) of one image as it is read, or (length,) of a text. Raises DatasetError."""
+        """The shape of one example as it is read: that on disk, but for images that are resized. Raises DatasetError."""
         return resized_shape(self.stored_shape, self.image_size)
 
 
 def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False) -> Path:
     """Convert the data set `name` unless `cache_dir` already holds it; returns its folder, for `load`.
 
-    `name` is a key of DATASETS; the last three keys are written `npz:<file>`, `folder:<dir>` and `text:<dir>`, relative to
-    `data_dir` if that is set. That of an installed package is written NAME or NAME:<path>. An empty `data_dir` means
+    `name` is a key of DATASETS; those of OWN are written with their file or folder, as `npz:<file>`, relative to `data_dir` if
+    that is set. That of an installed package is written NAME or NAME:<path>. An empty `data_dir` means
     `<cache_dir>/downloads` for the published sets. A user's file or folder that has changed is converted again. A `data_dir`
     that is itself a prepared folder is returned. Several processes may prepare at the same time. Raises DatasetError, which
     names what is unknown, missing or damaged.
@@ -106,7 +112,7 @@ def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False
     kind, colon, where = name.partition(":")
     registered = is_registered(kind, DATASETS)
     if (colon and not where) or not (registered or (kind in DATASETS and (kind in OWN) == bool(where))):
-        known = [f"{key}:<{'file' if key == 'npz' else 'dir'}>" if key in OWN else key for key in DATASETS]
+        known = [f"{key}:<{'file' if key in ('npz', 'table') else 'dir'}>" if key in OWN else key for key in DATASETS]
         known += list_plugins("datasets")
         raise DatasetError(f"unknown data set {name!r}; known: {', '.join(known)}{did_you_mean(name, known)}")
     if data_dir and (ready := _ready(name, Path(data_dir).expanduser().resolve())):
@@ -209,14 +215,14 @@ def _folder_name(kind: str, root: Path, where: str) -> str:
     if kind not in DATASETS:
         key += key_of(kind, root, where)
     if kind in OWN and root.exists():
-        files = {"folder": own_sources.image_files, "text": texts.text_files}.get(kind, lambda file: [file])(root)
+        files = FILES[kind](root) if kind in FILES else [root]
         key += [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return f"{kind}-{hashlib.sha256(chr(10).join(key).encode()).hexdigest()[:12]}"
 
 
 def write(staging: Path, name: str, source: Source, export: Mapping[str, Any] | None = None) -> None:
     """Write a synced prepared folder into the empty folder `staging`; `export` as in ArrayDataset. Raises OSError."""
-    mean, std, tokens = source.mean, source.std, source.inputs.ndim == 2
+    mean, std, tokens = source.mean, source.std, source.inputs.ndim == 2 and source.inputs.dtype == np.uint16
     if mean is None or std is None:
         mean, std = ((), ()) if tokens else _channel_statistics(source.inputs)
     arrays = dict(zip(_FILES, (source.inputs, source.labels, source.test_inputs, source.test_labels), strict=True))
@@ -306,13 +312,13 @@ def _describe_damage(path: Path, why: object) -> str:
 
 
 def _channel_statistics(images: NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation per channel; the deviation of a constant channel is 1, because it is a divisor."""
+    """Return mean and standard deviation per channel, or feature; that of a constant one is 1, because it is a divisor."""
     scale = 1 / 255 if images.dtype == np.uint8 else 1.0
     rows = max(1, 2**20 // images[0].size)  # in blocks, because the whole set in float64 takes eight times its bytes
     blocks = [images[start : start + rows] for start in range(0, len(images), rows)]
-    count = images.size // images.shape[3]
-    mean = sum(block.sum((0, 1, 2), dtype=np.float64) for block in blocks) * scale / count
-    std = np.sqrt(sum(np.square(block * scale - mean).sum((0, 1, 2)) for block in blocks) / count)
+    count, axes = images.size // images.shape[-1], tuple(range(images.ndim - 1))
+    mean = sum(block.sum(axes, dtype=np.float64) for block in blocks) * scale / count
+    std = np.sqrt(sum(np.square(block * scale - mean).sum(axes) for block in blocks) / count)
     return tuple(mean.tolist()), tuple(np.where(std > 1e-12, std, 1.0).tolist())
 
 

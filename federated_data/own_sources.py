@@ -31,8 +31,9 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 def npz(source: Path, download: bool) -> Source:
     """Read arrays x_train, y_train, optional x_test, y_test (else 20 % is held out), and group_train.
 
-    Images are uint8 or float32 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), with C up to 4. Tokens are integers below
-    65,536 of shape (N, length). Labels and groups are integers from 0; group_train (N,) is for partition `natural`.
+    Images are uint8 or float32 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), with C up to 4. Feature vectors are floats of
+    shape (N, F), and tokens integers below 65,536 of shape (N, length). Labels and groups are integers from 0;
+    group_train (N,) is for partition `natural`.
     """
     arrays, held = _read_arrays(source)
     wanted = _NAMES if {"x_test", "y_test"} & set(arrays) else _NAMES[:2]
@@ -126,12 +127,22 @@ def image_files(root: Path) -> list[Path]:
 def _as_inputs(array: NDArray[Any], what: str) -> NDArray[Any]:
     if array.ndim and not len(array):
         raise DatasetError(f"{what} has no examples: its shape is {array.shape}")
+    if array.ndim == 2 and np.issubdtype(array.dtype, np.floating):
+        return _as_vectors(array, what)
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         return _as_images(array, what)
     if array.size == 0 or array.min() < 0 or array.max() > np.iinfo(np.uint16).max:
         ends = f"from {array.min()} to {array.max()}" if array.size else "of no values"
         raise DatasetError(f"{what} has tokens {ends}, shape {array.shape}; tokens are 0 to {np.iinfo(np.uint16).max}")
     return array.astype(np.uint16)
+
+
+def _as_vectors(array: NDArray[Any], what: str) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        vectors = array.astype(np.float32)
+    if array.size == 0 or not np.isfinite(vectors).all():
+        raise DatasetError(f"{what} has shape {array.shape} and values that are not finite, or none at all")
+    return vectors
 
 
 def _as_images(array: NDArray[Any], what: str) -> NDArray[Any]:
@@ -144,7 +155,7 @@ def _as_images(array: NDArray[Any], what: str) -> NDArray[Any]:
     if array.ndim != 4 or array.shape[3] > 4 or array.size == 0:
         raise DatasetError(
             f"{what} has shape {array.shape}; allowed are (N, H, W), (N, H, W, C), (N, C, H, W), C up to 4, "
-            "and (N, length) of tokens, which are integers"
+            "(N, F) of feature vectors, which are floats, and (N, length) of tokens, which are integers"
         )
     if array.dtype == np.float32 and not np.isfinite(array).all():
         raise DatasetError(f"{what} has values that are not finite")

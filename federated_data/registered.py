@@ -63,10 +63,10 @@ def _shown(array: NDArray[Any]) -> str:
 def _require_examples(x: NDArray[Any], y: NDArray[Any], what: str, source: Source) -> None:
     """Raise DatasetError for arrays that are not as `Source` says."""
     images = x.ndim == 4 and x.shape[3] <= 4 and x.dtype in (np.uint8, np.float32)
-    if not (images or (x.ndim == 2 and x.dtype == np.uint16)) or x.size == 0:
+    if not (images or (x.ndim == 2 and x.dtype in (np.uint16, np.float32))) or x.size == 0:
         raise DatasetError(
-            f"{what} are {_shown(x)}: expected images (N, H, W, C) of uint8 or float32 with C up to 4, or tokens (N, length) "
-            "of uint16"
+            f"{what} are {_shown(x)}: expected images (N, H, W, C) of uint8 or float32 with C up to 4, feature vectors (N, F) "
+            "of float32, or tokens (N, length) of uint16"
         )
     if y.dtype != np.int64 or y.shape != x.shape[:1]:
         raise DatasetError(f"{what} have labels {_shown(y)}: expected int64 of shape {x.shape[:1]}")

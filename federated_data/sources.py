@@ -52,9 +52,9 @@ class DatasetError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Images (N, H, W, C), uint8 or float32, or tokens (N, length), uint16; labels (N,) int64.
+    """Images (N, H, W, C), uint8 or float32, feature vectors (N, F), float32, or tokens (N, length), uint16; labels (N,) int64.
 
-    `mean` and `std` of images have one value per channel; None = to be computed. `groups` (N,) int64 are the owners of the
+    `mean` and `std` have one value per channel or feature; None = to be computed. `groups` (N,) int64 are the owners of the
     examples, such as writers, if known. Tokens are below `vocabulary`; 0 = to be found. `class_names` are in the order of
     labels, if known.
     """
@@ -163,12 +163,12 @@ def hold_out_rows(labels: Ints, fraction: float = _HOLD_OUT) -> tuple[Ints, Ints
     return np.setdiff1d(np.arange(len(labels)), test), test
 
 
-def import_extra(module: str) -> Any:
-    """Import a module of the `data` extra. Raises DatasetError if it is not installed."""
+def import_extra(module: str, extra: str = "data") -> Any:
+    """Import a module of an extra. Raises DatasetError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DatasetError(f"{error}; preparing this data set needs `pip install 'piecework[data]'`") from None
+        raise DatasetError(f"{error}; preparing this data set needs `pip install 'piecework[{extra}]'`") from None
 
 
 def _cifar(

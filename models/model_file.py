@@ -62,6 +62,10 @@ class _Described(_Table):
         if inputs.class_names and len(inputs.class_names) != classes:
             raise ValueError(f"inputs.class_names has {len(inputs.class_names)} names, and there are {classes} classes")
         for key in ("mean", "std"):
+            if len(shape) == 1 and len(getattr(inputs, key)) != (0 if inputs.vocabulary else shape[0]):
+                raise ValueError(
+                    f"inputs.{key} has {len(getattr(inputs, key))} values, and vectors {shape[0]} features"
+                )
             if len(shape) == 3 and len(getattr(inputs, key)) not in (1, shape[0]):
                 raise ValueError(f"inputs.{key} has {len(getattr(inputs, key))} values, and images {shape[0]} channels")
         if (stored := inputs.resized_from) and (len(stored) != 3 or stored[:1] != shape[: len(shape) - 2]):

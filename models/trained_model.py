@@ -41,7 +41,8 @@ class TrainedModel(nn.Module):
     """The network of a finished run in evaluation mode, including the scaling of its inputs.
 
     It takes raw images [B, C, H, W]: uint8 from 0 to 255, or floats equal to pixels / 255 in [0, 1], as torchvision's
-    `ToTensor` makes them. A model trained on floats takes floats at their own scale; a text model takes tokens [B, length].
+    `ToTensor` makes them. A model trained on floats takes floats at their own scale, also feature vectors [B, F]; a text model
+    takes tokens [B, length].
     With `normalise=False` images must be standardised already. A model that was trained on resized images (`data.image-size`)
     takes them at their new size, `input_shape`, and resizes images of the data set's own size, `resized_from`.
 
@@ -66,7 +67,7 @@ class TrainedModel(nn.Module):
         )
         for name in ("mean", "std"):
             values = torch.tensor(inputs[name], dtype=torch.float32)
-            self.register_buffer(name, values.reshape(1, len(values), 1, 1), persistent=False)
+            self.register_buffer(name, values.reshape(1, -1, *[1] * (len(self.input_shape) - 1)), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits[B, classes] for images[B, C, H, W] or tokens [B, length]; two classes may have one logit, [B, 1].
@@ -107,7 +108,7 @@ class TrainedModel(nn.Module):
             )
         else:
             x = self._resize(images.float()).clone()
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
         return x.sub_(self.mean).div_(self.std)
 
     @torch.no_grad()

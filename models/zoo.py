@@ -14,6 +14,7 @@ from piecework.models.imported.source import find_make, is_imported
 from piecework.models.layers import narrowing, require_one_of
 from piecework.models.lenet import lenet5
 from piecework.models.lstm import lstm_imdb
+from piecework.models.mlp import mlp
 from piecework.models.preact_resnet import resnet18_preact
 from piecework.models.preresnet import preresnet20
 from piecework.models.resnet import resnet10, resnet18, resnet34
@@ -29,6 +30,7 @@ MODELS: dict[str, Callable[..., Blueprint]] = {
     "deit-tiny": deit_tiny,
     "lenet5": lenet5,
     "lstm-imdb": lstm_imdb,
+    "mlp": mlp,
     "preresnet20": preresnet20,
     "resnet10": resnet10,
     "resnet18": resnet18,
@@ -39,7 +41,8 @@ MODELS: dict[str, Callable[..., Blueprint]] = {
     "vgg16": vgg16,
     "vit": vit,
 }
-TOKEN_MODELS = {"lstm-imdb"}  # they read int64 tokens [B, length]; all others read images
+TOKEN_MODELS = {"lstm-imdb"}  # they read int64 tokens [B, length]
+VECTOR_MODELS = {"mlp"}  # they read feature vectors [B, F], and images; all others read images alone
 BATCH_NORMS = ("running", "batch", "local", "group", "frozen")  # kinds of norm in training
 COMMON = ("num_classes", "input_shape", "width", "batch_norm")
 
@@ -64,7 +67,7 @@ def build_blueprint(
     initialisation: str = "default",
     **options: str | int,
 ) -> Blueprint:
-    """Return the blueprint of a model for examples of input_shape: (C, H, W) of images, (length,) of tokens.
+    """Return the blueprint of a model for examples of input_shape: (C, H, W) of images, (F,) of vectors, (length,) of tokens.
 
     `options` are the model's own (see `model_options`). Their values may be strings, as in a setting.
     """
@@ -150,6 +153,12 @@ def usual_input(name: str) -> tuple[Shape, int]:
 
 
 def _require_shape(name: str, shape: Shape) -> None:
+    if name in VECTOR_MODELS:
+        if len(shape) not in (1, 3) or min(shape) < 1:
+            raise ValueError(
+                f"{name} reads vectors and images: expected an input shape of (F,) or (C, H, W), got {shape}"
+            )
+        return
     kind, expected, axes = ("tokens", "(length,)", 1) if is_token_model(name) else ("images", "(C, H, W)", 3)
     if len(shape) != axes or min(shape) < 1:
         raise ValueError(f"{name} reads {kind}: expected an input shape of {expected}, got {shape}")

@@ -15,7 +15,7 @@ def mlp(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str 
     first = partial(lambda: nn.Sequential(nn.Flatten(), nn.Linear(pixels, hidden), nn.ReLU()))
     second = partial(lambda: nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU()))
     atoms = (Atom("fc1", first, (hidden,)), Atom("fc2", second, (hidden,)))
-    return Blueprint("mlp", input_shape, num_classes, atoms, partial(nn.Linear, hidden, num_classes), batch_norm)
+    return Blueprint("own-mlp", input_shape, num_classes, atoms, partial(nn.Linear, hidden, num_classes), batch_norm)
 
 
 def initial(blueprint: Blueprint) -> Callable[[str, nn.Module], None]:

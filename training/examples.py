@@ -180,7 +180,7 @@ def _copy_tokens(rows: np.ndarray) -> Tensor:
 
 
 def _copy_images(images_BHWC: np.ndarray, data: ArrayDataset, channels: int) -> Tensor:
-    """Return normalised images with `channels` channels; missing channels are zero."""
+    """Return normalised images with `channels` channels, or vectors with as many features; missing ones are zero."""
     pixels = torch.from_numpy(images_BHWC)
     if channels == pixels.shape[-1]:
         x = own = pixels.float()
@@ -188,7 +188,7 @@ def _copy_images(images_BHWC: np.ndarray, data: ArrayDataset, channels: int) -> 
         x = torch.zeros(*pixels.shape[:-1], channels)
         own = _own_channels(x, pixels.shape[-1]).copy_(pixels)
     _scale(own, data)
-    return x.permute(0, 3, 1, 2)
+    return x.permute(0, 3, 1, 2) if x.dim() == 4 else x
 
 
 def _resize_images(

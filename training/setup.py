@@ -184,6 +184,11 @@ def check_export(settings: Settings, data: ArrayDataset, client: int | None, cli
 def blueprint_for(settings: Settings, data: ArrayDataset) -> Blueprint:
     """Return the model of a run, not built yet. Raises DatasetError if the data have tokens unknown to it."""
     blueprint = blueprint_of_shape(settings, data.stored_shape, data.num_classes)
+    if bool(data.vocabulary) != bool(blueprint.vocabulary):
+        read, held = ("tokens", "numbers") if blueprint.vocabulary else ("numbers", "tokens")
+        raise DatasetError(
+            f"{settings.model} reads {read}, and data set {data.name} holds {held}: choose another of the two"
+        )
     if data.vocabulary > blueprint.vocabulary:
         raise DatasetError(
             f"data set {data.name} has tokens up to {data.vocabulary - 1}, but {settings.model} knows them only up to "
@@ -225,9 +230,10 @@ def training_config_for(settings: Settings, lr: float) -> TrainingConfig:
 
 def check_augmentation(settings: Settings, data: ArrayDataset) -> None:
     """Raise ValueError if there is nothing to flip and crop."""
-    if settings.data.augment and data.vocabulary:
+    if settings.data.augment and len(data.stored_shape) != 3:
+        held = "tokens" if data.vocabulary else "feature vectors"
         raise ValueError(
-            f"data.augment = true flips and crops images, and data set {data.name} holds tokens: set it to false"
+            f"data.augment = true flips and crops images, and data set {data.name} holds {held}: set it to false"
         )
 
 

@@ -80,11 +80,13 @@ def _whole_cut(source: Source) -> Cut:
         root = make(source).eval()
     require_state(root, source)
     require_freed(root, source)
+    first = next((layer for layer in root.modules() if isinstance(layer, nn.Embedding)), None)
+    vocabulary = first.num_embeddings if first is not None and len(source.input_shape) == 1 else 0
     reason, positions, nodes = "", list[int](), list[fx.Node]()
     try:
         graph = record_calls(root)
         nodes = [node for node in graph.nodes if node.op != "output"]
-        values = _run(fx.GraphModule(root, graph), source)
+        values = _run(fx.GraphModule(root, graph), source, vocabulary)
         positions = choose(nodes, dict(root.named_modules()), values)
         positions = _join_classifier(root, nodes, positions, values)
         if not positions:
@@ -92,15 +94,13 @@ def _whole_cut(source: Source) -> Cut:
     except UntraceableError as error:
         reason = str(error)
     if reason:
-        shape = (_logits(root, source).shape[1],)
+        shape = (_logits(root, source, vocabulary).shape[1],)
         parts: list[nn.Module] = [root, Same(source.num_classes)]
         names, shapes = [type(root).__name__.lower()], [shape]
     else:
         ends = [*positions, len(nodes) - 1]
         parts = [_part(root, nodes, a + 1, b + 1) for a, b in zip([-1, *ends[:-1]], ends, strict=True)]
         names, shapes = _names(root, nodes, positions), [tuple(values[nodes[p]].shape[1:]) for p in positions]
-    first = next((layer for layer in root.modules() if isinstance(layer, nn.Embedding)), None)
-    vocabulary = first.num_embeddings if first is not None and len(source.input_shape) == 1 else 0
     return Cut(tuple(parts), tuple(names), tuple(shapes), _digest(root, parts, source), vocabulary, reason)
 
 
@@ -182,15 +182,15 @@ def _join_classifier(
     return maps if light <= sum(p.numel() for p in root.parameters()) / 2 else positions
 
 
-def _run(module: fx.GraphModule, source: Source) -> dict[fx.Node, Any]:
+def _run(module: fx.GraphModule, source: Source, vocabulary: int) -> dict[fx.Node, Any]:
     values = _Values(module)
-    _logits(values.run_all, source)
+    _logits(values.run_all, source, vocabulary)
     return values.env
 
 
-def _logits(function: Any, source: Source) -> Tensor:
+def _logits(function: Any, source: Source, vocabulary: int) -> Tensor:
     """Return the logits of two examples without values. Raises ValueError if there are none of the right shape."""
-    kind = torch.int64 if len(source.input_shape) == 1 else torch.float32
+    kind = torch.int64 if vocabulary else torch.float32
     x = torch.zeros(EXAMPLES, *source.input_shape, dtype=kind, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):

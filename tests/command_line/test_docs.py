@@ -86,9 +86,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         import_module("run_all")
-        MODELS["mlp"] = import_module("my_model").mlp  # again, if these tests began before others and go on after them
+        # again, if these tests began before others and go on after them
+        MODELS["two-layers"] = import_module("my_model").two_layers
         yield folder
-        MODELS.pop("mlp")
+        MODELS.pop("two-layers")
 
 
 @pytest.mark.processes

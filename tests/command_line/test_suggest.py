@@ -274,11 +274,13 @@ def test_clean_and_adversarial_systems_are_apart() -> None:
 def test_a_system_that_cannot_take_a_model_of_ones_own_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(MODELS, "mlp", mlp)
-    settings = Settings(model="mlp", clients=4)
+    monkeypatch.setitem(MODELS, "own-mlp", mlp)
+    settings = Settings(model="own-mlp", clients=4)
     question = ask(settings)
     rows = {n: plan_system(settings.with_values({"strategy": n}), question, 0) for n in ("prism", "fedepth")}
-    assert rows["prism"]["reason"].startswith("atom 'fc2' of mlp cannot be cut by rank: it is a chain of 0 (Linear)")
+    assert rows["prism"]["reason"].startswith(
+        "atom 'fc2' of own-mlp cannot be cut by rank: it is a chain of 0 (Linear)"
+    )
     assert rows["fedepth"]["participation"] > 0
 
 

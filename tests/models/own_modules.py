@@ -248,3 +248,8 @@ class Arguments(nn.Module):
 
 def arguments(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
     return Arguments()
+
+
+def vector(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    (features,) = input_shape
+    return nn.Sequential(nn.Linear(features, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, num_classes))

@@ -22,7 +22,7 @@ from piecework.models.variant import Variant, vary
 from piecework.models.zoo import MODELS, build_blueprint
 
 SMALL_IMAGES = sorted(set(MODELS) - {"cnn4", "lstm-imdb", "vit"})  # those read 28x28; test_zoo.py has the others too
-BATCH_NORMED = sorted(set(SMALL_IMAGES) - {"cnn-femnist", "deit-tiny", "lenet5"})
+BATCH_NORMED = sorted(set(SMALL_IMAGES) - {"cnn-femnist", "deit-tiny", "lenet5", "mlp"})
 
 
 def blueprint_of(name: str, shape: tuple[int, ...] = (3, 32, 32), **settings) -> Blueprint:

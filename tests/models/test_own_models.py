@@ -111,7 +111,7 @@ def unheeding(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm
 OWN = {
     "unheeding": unheeding,
     "bare": bare,
-    "mlp": mlp,
+    "own-mlp": mlp,
     "convs": maps(convs),
     "deaf": maps(deaf),
     "projected": maps(projected),
@@ -141,9 +141,9 @@ def refusal(model: str, strategy: str) -> str:
 
 CHAIN = "cannot be cut by rank: it is a chain of"
 REFUSED = {
-    ("mlp", "prism"): f"atom 'fc2' of mlp {CHAIN} 0 (Linear), 1 (ReLU). A chain can be cut if it has one plain conv",
-    ("mlp", "orthdrop"): f"atom 'fc2' of mlp {CHAIN} 0 (Linear)",
-    ("mlp", "spafl"): "mlp has neither convolutions nor linear layers without bias to mask",
+    ("own-mlp", "prism"): f"atom 'fc2' of own-mlp {CHAIN} 0 (Linear), 1 (ReLU). A chain can be cut if it has one plain conv",
+    ("own-mlp", "orthdrop"): f"atom 'fc2' of own-mlp {CHAIN} 0 (Linear)",
+    ("own-mlp", "spafl"): "own-mlp has neither convolutions nor linear layers without bias to mask",
     ("convs", "prism"): f"atom 'body' of mine {CHAIN} 0 (Conv2d), 1 (BatchNorm2d), 2 (ReLU)",
     ("convs", "orthdrop"): f"atom 'body' of mine {CHAIN} 0 (Conv2d)",
     ("deaf", "fjord"): "atoms.0 of mine keeps statistics although architecture.batch-norm = 'measured', and fjord's nets have",
@@ -156,7 +156,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", ["mlp", "convs"])
+@pytest.mark.parametrize("model", ["own-mlp", "convs"])
 @pytest.mark.parametrize("strategy", METHODS)
 def test_every_system_takes_a_model_of_ones_own_or_says_why_not(model: str, strategy: str) -> None:
     """A ValueError, and no other; of the systems that take every model, none."""
@@ -181,7 +181,7 @@ def test_the_layer_and_the_reason_are_named(model: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy"), [("mlp", "prism"), ("deaf", "fjord"), ("projected", "heterofl"), ("mlp", "spafl")]
+    ("model", "strategy"), [("own-mlp", "prism"), ("deaf", "fjord"), ("projected", "heterofl"), ("own-mlp", "spafl")]
 )
 def test_a_run_says_what_the_plan_says(model: str, strategy: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
@@ -223,9 +223,9 @@ def test_a_models_function_is_called_once_for_each_choice_of_arguments(tmp_path:
         calls.append((width, batch_norm))
         return mlp(num_classes, input_shape, width, batch_norm)
 
-    MODELS["mlp"] = slow
-    assert refusal("mlp", "heterofl") == ""
-    run_local(tmp_path, **TRIO | {"model": "mlp", "strategy": "fedavg", "fleet": "unlimited"})
+    MODELS["own-mlp"] = slow
+    assert refusal("own-mlp", "heterofl") == ""
+    run_local(tmp_path, **TRIO | {"model": "own-mlp", "strategy": "fedavg", "fleet": "unlimited"})
     assert len(calls) == len(set(calls)) > 1
 
 

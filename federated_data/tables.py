@@ -1,0 +1,177 @@
+"""Read feature vectors from a table: a .csv or .parquet file, or a folder with `train` and `test` of these.
+
+pandas reads both; it is imported here, because clients only read what `datasets.prepare` wrote. Polars would do as well, and
+nothing else of this project's has it; the csv module of Python guesses no types.
+"""
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from piecework.device_profiles.profile import available_memory
+from piecework.federated_data.own_sources import MOST_CLASSES
+from piecework.federated_data.sources import DatasetError, Ints, Source, hold_out, import_extra
+
+if TYPE_CHECKING:
+    import pandas
+
+LABELS = ("label", "target", "class", "y")  # names of the column with the classes, of which a table has one
+GROUP = "group"
+SUFFIXES = (".csv", ".parquet")
+SHOWN = 8  # columns in a message
+
+
+def table(source: Path, download: bool) -> Source:
+    """Read a table with a column `label`, `target`, `class` or `y`, numbers in all others, and perhaps a column `group`.
+
+    Classes are whole numbers or words, numbered in their order. A folder holds train.csv and test.csv (or .parquet); of a file,
+    or without a test part, 20 % is held out. `group` is for partition `natural`.
+    """
+    files = table_files(source)
+    train = _read(files[0])
+    label = _label_column(train, files[0])
+    names = [name for name in train.columns if name not in (label, GROUP)]
+    values, numbers = np.unique(_classes(train[label], files[0]), return_inverse=True)
+    if len(values) > MOST_CLASSES:
+        raise DatasetError(
+            f"{files[0]}: column {label!r} has {len(values):,} classes; at most {MOST_CLASSES:,} are read"
+        )
+    inputs, labels = _features(train, names, files[0]), numbers.astype(np.int64)
+    words, groups = tuple(map(str, values.tolist())), _groups(train, files[0])
+    if len(files) == 1:
+        return hold_out(inputs, labels, len(values), groups, class_names=words)
+    test = _read(files[1])
+    _require_columns(test, [*names, label], files)
+    found = _classes(test[label], files[1])
+    if len(unknown := np.setdiff1d(found, values)):
+        raise DatasetError(
+            f"{files[1]}: class {str(unknown[0])!r} is none of {files[0].name}, which has {', '.join(words[:SHOWN])}"
+        )
+    test_labels = np.searchsorted(values, found).astype(np.int64)
+    test_inputs = _features(test, names, files[1])
+    return Source(inputs, labels, test_inputs, test_labels, len(values), groups=groups, class_names=words)
+
+
+def table_files(source: Path) -> list[Path]:
+    """Return the file of a table, or those of its training and test parts. Raises DatasetError if there is none."""
+    if not source.is_dir():
+        if not source.is_file() or source.suffix not in SUFFIXES:
+            why = "is neither a .csv nor a .parquet file" if source.is_file() else "does not exist"
+            raise DatasetError(f"table {source} {why}; write table:<file or folder>, absolute or relative to data-dir")
+        return [source]
+    found = {
+        part: [path for suffix in SUFFIXES if (path := source / f"{part}{suffix}").is_file()]
+        for part in ("train", "test")
+    }
+    if len(found["train"]) != 1 or len(found["test"]) > 1:
+        raise DatasetError(
+            f"{source} has to hold one of train.csv and train.parquet, and at most one of test.csv and test.parquet"
+        )
+    return [*found["train"], *found["test"]]
+
+
+def _read(file: Path) -> "pandas.DataFrame":
+    reader = import_extra("pandas", "table")
+    if (size := file.stat().st_size) > (room := available_memory()):
+        raise DatasetError(f"{file} has {size:,} bytes, and {room:,} are available")
+    try:
+        if file.suffix == ".csv":
+            _require_header(file)
+            found: pandas.DataFrame = reader.read_csv(file)
+        else:
+            found = reader.read_parquet(file)
+    except DatasetError:
+        raise
+    except ImportError as error:
+        raise DatasetError(f"{file}: pandas cannot read it without pyarrow: pip install 'piecework[table]'") from error
+    except Exception as error:  # pandas and pyarrow have no common error for a damaged file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DatasetError(f"{file} cannot be read as a table: {reason}") from error
+    found.columns = [str(name) for name in found.columns]
+    if repeated := [name for name in found.columns if list(found.columns).count(name) > 1]:
+        raise DatasetError(f"{file} has several columns {repeated[0]!r}: give each its own name")
+    if not len(found):
+        raise DatasetError(f"{file} has no rows")
+    return found
+
+
+def _require_header(file: Path) -> None:
+    """Raise DatasetError for a column without a name, or with another one's, which pandas would rename."""
+    with file.open(encoding="utf-8", newline="") as stream:
+        names = [name.strip() for name in next(csv.reader(stream), [])]
+    if "" in names:
+        raise DatasetError(
+            f"{file}: column {names.index('') + 1} has no name, as pandas writes an index: write the file with index=False"
+        )
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise DatasetError(f"{file} has several columns {repeated[0]!r}: give each its own name")
+
+
+def _label_column(frame: "pandas.DataFrame", file: Path) -> str:
+    found = [name for name in frame.columns if name.lower() in LABELS]
+    if len(found) == 1:
+        return found[0]
+    shown = ", ".join(frame.columns[:SHOWN]) + (", ..." if len(frame.columns) > SHOWN else "")
+    raise DatasetError(
+        f"{file}: expected one column of classes, called {', '.join(LABELS[:-1])} or {LABELS[-1]}; it has "
+        f"{' and '.join(found) or 'none'}, of {shown}: rename columns"
+    )
+
+
+def _classes(column: "pandas.Series[Any]", file: Path) -> NDArray[Any]:
+    """Return the class of each row: whole numbers, or words."""
+    if column.isna().any():
+        raise DatasetError(
+            f"{file}: row {int(column.isna().to_numpy().argmax()) + 1} has no {column.name!r}: fill it or drop it"
+        )
+    values = column.to_numpy()
+    if values.dtype.kind == "f":
+        if not (values == np.round(values)).all():
+            odd = values[values != np.round(values)][0]
+            raise DatasetError(
+                f"{file}: column {column.name!r} holds {odd}: classes are whole numbers or words; there is no regression yet"
+            )
+        return values.astype(np.int64)
+    return values if values.dtype.kind in "iub" else np.array([str(value) for value in values])
+
+
+def _features(frame: "pandas.DataFrame", names: list[str], file: Path) -> NDArray[np.float32]:
+    """Return the columns of numbers as float32 [N, F]. Raises DatasetError, which names the column and the row."""
+    if not names:
+        raise DatasetError(f"{file} has no columns besides the classes: each other column is a feature")
+    found = np.empty((len(frame), len(names)), dtype=np.float32)
+    for place, name in enumerate(names):
+        column = frame[name]
+        if column.dtype.kind not in "biuf":
+            raise DatasetError(
+                f"{file}: column {name!r} holds {column.iloc[0]!r}, which is no number: drop it, or encode it "
+                "(pandas.get_dummies makes a column of each value)"
+            )
+        with np.errstate(over="ignore"):
+            found[:, place] = column.to_numpy(dtype=np.float64, na_value=np.nan)
+        if len(wrong := np.flatnonzero(~np.isfinite(found[:, place]))):
+            row = int(wrong[0])
+            raise DatasetError(
+                f"{file}: row {row + 1} has {name} = {column.iloc[row]}: fill missing values, and leave out what is no finite "
+                "number of 32 bits"
+            )
+    return found
+
+
+def _groups(frame: "pandas.DataFrame", file: Path) -> Ints | None:
+    if GROUP not in frame.columns:
+        return None
+    if frame[GROUP].isna().any():
+        raise DatasetError(f"{file}: row {int(frame[GROUP].isna().to_numpy().argmax()) + 1} has no 'group'")
+    return np.unique(frame[GROUP].astype(str).to_numpy(), return_inverse=True)[1].astype(np.int64)
+
+
+def _require_columns(frame: "pandas.DataFrame", names: list[str], files: list[Path]) -> None:
+    for name in names:
+        if name not in frame.columns:
+            raise DatasetError(f"{files[1]} has no column {name!r}, as {files[0].name} has")
+    if more := [name for name in frame.columns if name not in (*names, GROUP)]:
+        raise DatasetError(f"{files[1]} has a column {more[0]!r} that {files[0].name} does not have")

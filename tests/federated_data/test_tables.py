@@ -1,0 +1,138 @@
+"""`table:` reads feature vectors from .csv and .parquet, and says what is wrong with a file."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from helpers import TRIO, clients_of, fleet_json, run_local
+
+from piecework.federated_data.datasets import DatasetError, load, prepare
+from piecework.models.trained_model import load_model
+
+ROWS = 120
+
+
+def frame(classes: object = ("no", "yes")) -> pandas.DataFrame:
+    """Two classes that differ in the first of three features, at different scales; the third is constant."""
+    rng = np.random.default_rng(0)
+    y = np.arange(ROWS) % 2
+    columns = {
+        "height": 1000 * y + rng.normal(size=ROWS),
+        "label": np.asarray(classes)[y],
+        "ready": rng.random(ROWS) < 0.5,
+        "one": 1,
+    }
+    return pandas.DataFrame(columns)
+
+
+def read(source: Path, tmp_path: Path):  # noqa: ANN201
+    return load(prepare(f"table:{source}", data_dir="", cache_dir=tmp_path / "cache"), verify=True)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_is_read_as_vectors_and_named_classes(tmp_path: Path, suffix: str) -> None:
+    table, file = frame(), tmp_path / f"mine.{suffix}"
+    table.to_csv(file, index=False) if suffix == "csv" else table.to_parquet(file)
+    data = read(file, tmp_path)
+    assert (data.inputs.shape, data.inputs.dtype, data.input_shape) == ((96, 3), np.float32, (3,))
+    assert (data.class_names, data.vocabulary, data.num_classes) == (("no", "yes"), 0, 2)
+    assert len(data.test_labels) == 24
+    both = np.concatenate([data.inputs, data.test_inputs])
+    expected = table[["height", "ready", "one"]].to_numpy(np.float32)
+    assert np.array_equal(np.sort(both[:, 0]), np.sort(expected[:, 0]))
+    assert data.mean == pytest.approx(data.inputs.astype(np.float64).mean(0), rel=1e-6)
+    assert data.std == pytest.approx([*data.inputs.astype(np.float64).std(0)[:2], 1.0], rel=1e-5)  # 1: of a constant
+
+
+def test_a_folder_has_its_own_test_part(tmp_path: Path) -> None:
+    table = frame((3, 7)).assign(group=["a", "b", "c"] * 40)
+    table[:80].to_csv(tmp_path / "train.csv", index=False)
+    table[80:][["one", "ready", "label", "height"]].to_parquet(tmp_path / "test.parquet")  # in another order
+    data = read(tmp_path, tmp_path)
+    assert data.class_names == ("3", "7")
+    assert np.array_equal(data.test_inputs[:, 0], table["height"].to_numpy(np.float32)[80:])
+    assert data.test_labels.tolist() == [0, 1] * 20
+    assert data.groups is not None
+    assert data.groups.tolist() == ([0, 1, 2] * 40)[:80]
+
+
+WRONG = {
+    "a,b\n1,2\n": "expected one column of classes, called label, target, class or y; it has none, of a, b",
+    "label,y\n1,2\n": "it has label and y, of label, y: rename columns",
+    "label\n1\n": "has no columns besides the classes",
+    "a,label\n": "has no rows",
+    "": "cannot be read as a table: No columns to parse",
+    ",a,label\n0,1,2\n": "column 1 has no name, as pandas writes an index: write the file with index=False",
+    "a,a,label\n0,1,2\n": "has several columns 'a': give each its own name",
+    "a,label\n0,0.5\n1,1\n": "column 'label' holds 0.5: classes are whole numbers or words; there is no regression yet",
+    "a,label\n0,x\n1,\n": "row 2 has no 'label': fill it or drop it",
+    "a,label\nred,0\n": "column 'a' holds 'red', which is no number: drop it, or encode it",
+    "a,label\n1,0\n,1\n": "row 2 has a = nan: fill missing values",
+    "a,label\n1e39,0\n": "row 1 has a = 1e.39: fill missing values, and leave out what is no finite number of 32 bits",
+    "a,label\n1,0\n1,2,3\n": "cannot be read as a table: Error tokenizing data",
+    "a,label\n1,0\n": "1 examples are too few to hold out a test set",
+    "a,label,group\n1,0,\n": "row 1 has no 'group'",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_with_a_table(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.csv").write_text(text)
+    with pytest.raises(DatasetError, match=WRONG[text]):
+        read(tmp_path / "mine.csv", tmp_path)
+
+
+def test_what_is_wrong_with_files(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "b.csv").write_bytes(b"a,label\n\xff\xfe,1\n")
+    (tmp_path / "c.txt").write_text("a,label\n")
+    folder = tmp_path / "both"
+    folder.mkdir()
+    for name, said in (
+        ("a.parquet", "a.parquet cannot be read as a table"),
+        ("b.csv", "b.csv cannot be read as a table"),
+        ("c.txt", "c.txt is neither a .csv nor a .parquet file"),
+        ("d.csv", "d.csv does not exist; write table:<file or folder>"),
+        ("both", "has to hold one of train.csv and train.parquet"),
+    ):
+        with pytest.raises(DatasetError, match=said):
+            read(tmp_path / name, tmp_path)
+    (folder / "train.csv").write_text("a,label\n1,0\n2,1\n")
+    for text, said in (
+        ("a,label\n1,2\n", "class '2' is none of train.csv, which has 0, 1"),
+        ("b,label\n1,1\n", "has no column 'a', as train.csv has"),
+        ("a,b,label\n1,1,1\n", "has a column 'b' that train.csv does not have"),
+    ):
+        (folder / "test.csv").write_text(text)
+        with pytest.raises(DatasetError, match=said):
+            read(folder, tmp_path)
+
+
+OWN = Path(__file__).parents[1] / "models" / "own_modules.py"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "fleet"),
+    [
+        ("fedavg", f"{OWN}:vector", {"rich": 2.0}),
+        ("fedepth", f"{OWN}:vector", {"rich": 2.0, "poor": 0.9}),
+        ("fedepth", "mlp", {"rich": 2.0, "poor": 0.6}),
+        ("heterofl", "mlp", {"rich": 1.2, "poor": 0.5}),
+    ],
+)
+def test_vectors_are_trained_within_budgets_and_predicted(
+    tmp_path: Path, strategy: str, model: str, fleet: dict
+) -> None:
+    frame().to_csv(tmp_path / "mine.csv", index=False)
+    changes = {"dataset": f"table:{tmp_path / 'mine.csv'}", "fleet": fleet_json(**fleet), "num_rounds": 3}
+    run = run_local(tmp_path, **TRIO | changes | {"strategy": strategy, "model": model, "training__batch_size": 8})
+    for client in clients_of(run):
+        assert client["status"] == "ok", client["reason"]
+        assert 0 < client["measured_peak"] == client["predicted_peak"]
+    assert run.rounds()[-1]["accuracy"] > 0.9
+    found = load_model(run.path).predict([[1000.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+    assert found.names == ["yes", "no"]
+    with pytest.raises(ValueError, match=r"images have shape \(1, 2\): this model takes \[B, 3\]"):
+        load_model(run.path).predict(torch.zeros(1, 2))
