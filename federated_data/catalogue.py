@@ -1,13 +1,12 @@
 """The data sets that can be read, by name, and the shapes of the published ones."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from piecework.federated_data import caltech, femnist, own_sources, sources, tables, texts, tiny_imagenet
 from piecework.federated_data.sources import Source
 
-# Each reader takes the folder to read and whether it may download. Those of OWN are named with a file or a folder.
-DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
+# Each reader takes the folder to read and whether it may download; those of COLUMNAR also the columns that the user names.
+DATASETS: Mapping[str, Callable[..., Source]] = {
     "digits": sources.digits,
     "digits32": sources.digits32,
     "fashion-mnist": sources.fashion_mnist,
@@ -28,7 +27,8 @@ DATASETS: Mapping[str, Callable[[Path, bool], Source]] = {
 _NAMED = ("fashion-mnist", "cifar10", "cifar10-16", "cifar100", "caltech256", "imdb", "folder", "text")
 # What readers did not find in their first versions: data converted without it are converted again.
 READERS = {"npz": ("groups",)} | dict.fromkeys(_NAMED, ("class names",))
-OWN = ("npz", "folder", "text", "table")
+OWN = {"npz": "file", "folder": "dir", "text": "dir", "table": "file or dir"}  # what each is named with
+COLUMNAR = ("table",)
 EMBEDDED = ("digits", "digits32")  # they come with scikit-learn, not from data-dir
 
 # Published sets, so that plans do not need their files: (C, H, W) or (length,), classes, training examples.

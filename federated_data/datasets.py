@@ -21,7 +21,8 @@ from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.plugins import list_plugins
 from piecework.device_profiles.user_cache import default_cache
 from piecework.federated_data import own_sources, tables, texts
-from piecework.federated_data.catalogue import DATASETS, EMBEDDED, OWN, PUBLISHED, READERS
+from piecework.federated_data.catalogue import COLUMNAR, DATASETS, EMBEDDED, OWN, PUBLISHED, READERS
+from piecework.federated_data.columns import NO_COLUMNS, Columns
 from piecework.federated_data.partition import client_class_counts
 from piecework.federated_data.registered import is_registered, key_of, read_registered
 from piecework.federated_data.sources import DatasetError, Source
@@ -100,19 +101,21 @@ class ArrayDataset:
         return resized_shape(self.stored_shape, self.image_size)
 
 
-def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False) -> Path:
+def prepare(
+    name: str, *, data_dir: str, cache_dir: Path, download: bool = False, columns: Columns = NO_COLUMNS
+) -> Path:
     """Convert the data set `name` unless `cache_dir` already holds it; returns its folder, for `load`.
 
     `name` is a key of DATASETS; those of OWN are written with their file or folder, as `npz:<file>`, relative to `data_dir` if
-    that is set. That of an installed package is written NAME or NAME:<path>. An empty `data_dir` means
-    `<cache_dir>/downloads` for the published sets. A user's file or folder that has changed is converted again. A `data_dir`
-    that is itself a prepared folder is returned. Several processes may prepare at the same time. Raises DatasetError, which
-    names what is unknown, missing or damaged.
+    that is set. That of an installed package is written NAME or NAME:<path>. `columns` are those that the user names of a
+    data set of COLUMNAR. An empty `data_dir` means `<cache_dir>/downloads` for the published sets. A user's file or folder that
+    has changed is converted again. A `data_dir` that is itself a prepared folder is returned. Several processes may prepare at
+    the same time. Raises DatasetError, which names what is unknown, missing or damaged.
     """
     kind, colon, where = name.partition(":")
     registered = is_registered(kind, DATASETS)
     if (colon and not where) or not (registered or (kind in DATASETS and (kind in OWN) == bool(where))):
-        known = [f"{key}:<{'file' if key in ('npz', 'table') else 'dir'}>" if key in OWN else key for key in DATASETS]
+        known = [f"{key}:<{OWN[key]}>" if key in OWN else key for key in DATASETS]
         known += list_plugins("datasets")
         raise DatasetError(f"unknown data set {name!r}; known: {', '.join(known)}{did_you_mean(name, known)}")
     if data_dir and (ready := _ready(name, Path(data_dir).expanduser().resolve())):
@@ -121,10 +124,15 @@ def prepare(name: str, *, data_dir: str, cache_dir: Path, download: bool = False
     if where:
         root = (Path(data_dir) if data_dir else Path()).expanduser() / Path(where).expanduser()
     root = root.resolve()
-    target = cache_dir.resolve() / _folder_name(kind, root, where)
+    if columns.named() and kind not in COLUMNAR:
+        raise DatasetError(f"{columns.named()}: the data set {name!r} has no columns; {' and '.join(COLUMNAR)} have")
+    target = cache_dir.resolve() / _folder_name(kind, root, where, columns)
     if _is_prepared(target):
         return target
-    source = read_registered(kind, root, download) if registered else DATASETS[kind](root, download)
+    if registered:
+        source = read_registered(kind, root, download)
+    else:
+        source = DATASETS[kind](root, download, *([columns] if kind in COLUMNAR else []))
     staging = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         staging.mkdir(parents=True)
@@ -208,12 +216,14 @@ def _ready(name: str, folder: Path) -> Path | None:
     return folder
 
 
-def _folder_name(kind: str, root: Path, where: str) -> str:
+def _folder_name(kind: str, root: Path, where: str, columns: Columns) -> str:
     if kind in EMBEDDED:
         return kind
     key = [str(root), *READERS.get(kind, ())]
     if kind not in DATASETS:
         key += key_of(kind, root, where)
+    if columns.named():
+        key.append(columns.named())
     if kind in OWN and root.exists():
         files = FILES[kind](root) if kind in FILES else [root]
         key += [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]

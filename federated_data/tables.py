@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from piecework.device_profiles.profile import available_memory
+from piecework.federated_data.columns import NO_COLUMNS, Columns
 from piecework.federated_data.own_sources import MOST_CLASSES
 from piecework.federated_data.sources import DatasetError, Ints, Source, hold_out, import_extra
 
@@ -24,27 +25,27 @@ SUFFIXES = (".csv", ".parquet")
 SHOWN = 8  # columns in a message
 
 
-def table(source: Path, download: bool) -> Source:
+def table(source: Path, download: bool, columns: Columns = NO_COLUMNS) -> Source:
     """Read a table with a column `label`, `target`, `class` or `y`, numbers in all others, and perhaps a column `group`.
 
-    Classes are whole numbers or words, numbered in their order. A folder holds train.csv and test.csv (or .parquet); of a file,
-    or without a test part, 20 % is held out. `group` is for partition `natural`.
+    `columns` names others, and which ones are features. Classes are whole numbers or words, numbered in their order. A folder
+    holds train.csv and test.csv (or .parquet); of a file, or without a test part, 20 % is held out. Groups are for partition
+    `natural`.
     """
     files = table_files(source)
     train = _read(files[0])
-    label = _label_column(train, files[0])
-    names = [name for name in train.columns if name not in (label, GROUP)]
+    label, group, names = choose_columns(list(train.columns), columns, str(files[0]))
     values, numbers = np.unique(_classes(train[label], files[0]), return_inverse=True)
     if len(values) > MOST_CLASSES:
         raise DatasetError(
             f"{files[0]}: column {label!r} has {len(values):,} classes; at most {MOST_CLASSES:,} are read"
         )
     inputs, labels = _features(train, names, files[0]), numbers.astype(np.int64)
-    words, groups = tuple(map(str, values.tolist())), _groups(train, files[0])
+    words, groups = tuple(map(str, values.tolist())), _groups(train, group, files[0])
     if len(files) == 1:
         return hold_out(inputs, labels, len(values), groups, class_names=words)
     test = _read(files[1])
-    _require_columns(test, [*names, label], files)
+    _require_columns(test, [*names, label], files, [] if columns.inputs else [group])
     found = _classes(test[label], files[1])
     if len(unknown := np.setdiff1d(found, values)):
         raise DatasetError(
@@ -110,15 +111,22 @@ def _require_header(file: Path) -> None:
         raise DatasetError(f"{file} has several columns {repeated[0]!r}: give each its own name")
 
 
-def _label_column(frame: "pandas.DataFrame", file: Path) -> str:
-    found = [name for name in frame.columns if name.lower() in LABELS]
-    if len(found) == 1:
-        return found[0]
-    shown = ", ".join(frame.columns[:SHOWN]) + (", ..." if len(frame.columns) > SHOWN else "")
-    raise DatasetError(
-        f"{file}: expected one column of classes, called {', '.join(LABELS[:-1])} or {LABELS[-1]}; it has "
-        f"{' and '.join(found) or 'none'}, of {shown}: rename columns"
-    )
+def choose_columns(names: list[str], asked: Columns, file: str) -> tuple[str, str, list[str]]:
+    """Return the columns of classes, of groups (perhaps none) and of features. Raises DatasetError, which lists the columns."""
+    shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    if lost := [name for name in (*asked.inputs, asked.label, asked.group) if name and name not in names]:
+        raise DatasetError(f"{file} has no column {lost[0]!r} ({asked.named()}); it has {shown}")
+    found = [asked.label] if asked.label else [name for name in names if name.lower() in LABELS]
+    if len(found) != 1:
+        raise DatasetError(
+            f"{file}: expected one column of classes, called {', '.join(LABELS[:-1])} or {LABELS[-1]}; it has "
+            f"{' and '.join(found) or 'none'}, of {shown}: name it by data.label-column"
+        )
+    label, group = found[0], asked.group or (GROUP if GROUP in names and GROUP not in (*found, *asked.inputs) else "")
+    inputs = list(asked.inputs) or [name for name in names if name not in (label, group)]
+    if len({label, group, *inputs}) < len([label, group, *inputs]):
+        raise DatasetError(f"{file}: {asked.named()} name the column of classes {label!r}, or another one, twice")
+    return label, group, inputs
 
 
 def _classes(column: "pandas.Series[Any]", file: Path) -> NDArray[Any]:
@@ -161,17 +169,18 @@ def _features(frame: "pandas.DataFrame", names: list[str], file: Path) -> NDArra
     return found
 
 
-def _groups(frame: "pandas.DataFrame", file: Path) -> Ints | None:
-    if GROUP not in frame.columns:
+def _groups(frame: "pandas.DataFrame", name: str, file: Path) -> Ints | None:
+    if not name:
         return None
-    if frame[GROUP].isna().any():
-        raise DatasetError(f"{file}: row {int(frame[GROUP].isna().to_numpy().argmax()) + 1} has no 'group'")
-    return np.unique(frame[GROUP].astype(str).to_numpy(), return_inverse=True)[1].astype(np.int64)
+    if frame[name].isna().any():
+        raise DatasetError(f"{file}: row {int(frame[name].isna().to_numpy().argmax()) + 1} has no {name!r}")
+    return np.unique(frame[name].astype(str).to_numpy(), return_inverse=True)[1].astype(np.int64)
 
 
-def _require_columns(frame: "pandas.DataFrame", names: list[str], files: list[Path]) -> None:
+def _require_columns(frame: "pandas.DataFrame", names: list[str], files: list[Path], allowed: list[str]) -> None:
+    """Raise DatasetError for a test part without a column, or if any are `allowed`, with another one."""
     for name in names:
         if name not in frame.columns:
             raise DatasetError(f"{files[1]} has no column {name!r}, as {files[0].name} has")
-    if more := [name for name in frame.columns if name not in (*names, GROUP)]:
+    if allowed and (more := [name for name in frame.columns if name not in (*names, *allowed, GROUP)]):
         raise DatasetError(f"{files[1]} has a column {more[0]!r} that {files[0].name} does not have")

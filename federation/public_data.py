@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from piecework.federated_data.columns import NO_COLUMNS
 from piecework.federated_data.datasets import ArrayDataset, default_cache, prepare
 from piecework.training.examples import Examples, training_examples
 from piecework.training.settings import Settings
-from piecework.training.setup import dataset_of, open_dataset, public_rows
+from piecework.training.setup import columns_of, dataset_of, open_dataset, public_rows
 
 
 def public_examples(settings: Settings) -> Examples:
@@ -39,8 +40,11 @@ def _own(settings: Settings, data: ArrayDataset) -> Examples:
         )
     # With an export, data-dir is a part of it, which holds no other data.
     folder = "" if data.export is not None else settings.data_dir
-    prepare(settings.data.public, data_dir=folder, cache_dir=default_cache(), download=settings.data.download)
-    own = open_dataset(settings.data.public, folder, image_size=settings.data.image_size)
+    name, columns = settings.data.public, columns_of(settings)
+    if name.partition(":")[0] != settings.dataset.partition(":")[0]:
+        columns = NO_COLUMNS  # they name those of the run's data
+    prepare(name, data_dir=folder, cache_dir=default_cache(), download=settings.data.download, columns=columns)
+    own = open_dataset(name, folder, image_size=settings.data.image_size, columns=columns)
     if (own.input_shape, own.inputs.dtype, own.vocabulary) != (data.input_shape, data.inputs.dtype, data.vocabulary):
         raise ValueError(
             f"data.public = {settings.data.public!r} holds {own.inputs.dtype} of shape {own.input_shape}, data set "

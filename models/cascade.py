@@ -47,7 +47,7 @@ class Blueprint:
     """How to build a cascade, atom by atom."""
 
     name: str
-    input_shape: Shape  # of one example: (C, H, W) of an image, or (length,) of a text
+    input_shape: Shape  # of one example: (C, H, W) of an image, (F,) of a vector, or (length,) of a text
     num_classes: int
     atoms: tuple[Atom, ...]
     build_head: Callable[[], nn.Module]
@@ -61,6 +61,11 @@ class Blueprint:
     auxiliary_pool: str = "authors"  # the pooling before an `auxiliary_head`
     uncut: str = ""  # why a torch module is one atom, if it is
     stored_shape: Shape = ()  # of an image on disk, if images are resized to `input_shape` when they are read
+
+    @property
+    def reads(self) -> str:
+        """`images`, `tokens` or `feature vectors`."""
+        return "images" if len(self.input_shape) == 3 else "tokens" if self.vocabulary else "feature vectors"
 
     @property
     def feature_shape(self) -> Shape:

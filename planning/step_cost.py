@@ -163,7 +163,7 @@ def read_batch(blueprint: Blueprint, atom: int, batch_size: int, *, rounded: boo
 
     `fake_batch` has resized images as they are read.
     """
-    if (atom == 0 and (blueprint.vocabulary or blueprint.stored_shape)) or (atom and not rounded):
+    if (atom == 0 and (blueprint.reads != "images" or blueprint.stored_shape)) or (atom and not rounded):
         return fake_batch(blueprint, atom, batch_size)
     return fake_batch(blueprint, atom, batch_size, torch.bfloat16 if atom else torch.uint8).float()
 

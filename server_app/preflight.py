@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from piecework.device_profiles.fleet import Fleet, load_fleet
-from piecework.federated_data.datasets import ArrayDataset, default_cache, load, prepare
+from piecework.federated_data.datasets import ArrayDataset, load
 from piecework.federation.autoattack import require_autoattack
 from piecework.models.cascade import Blueprint
 from piecework.models.init_weights import read_pretrained
@@ -12,7 +12,14 @@ from piecework.planning.cut import trains_adversarially
 from piecework.server_app.callbacks import find_callbacks
 from piecework.strategies import find_method
 from piecework.training.settings import Settings
-from piecework.training.setup import blueprint_for, check_augmentation, check_partition, dataset_of, image_attack
+from piecework.training.setup import (
+    blueprint_for,
+    check_augmentation,
+    check_partition,
+    dataset_of,
+    image_attack,
+    prepare_dataset,
+)
 
 
 def preflight(settings: Settings) -> tuple[Fleet, ArrayDataset, Blueprint]:
@@ -20,10 +27,7 @@ def preflight(settings: Settings) -> tuple[Fleet, ArrayDataset, Blueprint]:
     fleet, can = load_fleet(settings.fleet), find_method(settings.strategy).can
     find_callbacks(settings)
     require_model(settings.model)  # before data are looked for, which may have to be downloaded
-    folder = prepare(
-        settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download
-    )
-    load(folder, verify=True)  # only here: clients trust the verified files
+    load(prepare_dataset(settings), verify=True)  # only here: clients trust the verified files
     data = dataset_of(settings)
     check_partition(settings, data)
     check_augmentation(settings, data)

@@ -35,6 +35,8 @@ CHOICES = {
     "memory.features": "bfloat16",
     "architecture.options": "shortcut_from=relu",
     "data.partition": "iid",
+    "data.partition-options": "alpha=0.5",
+    "data.input-columns": "pixels",
     "data.pixel-scale": "raw",
     "training.initialisation": "kaiming-normal",
     "training.lr-schedule": "constant",

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from piecework.federated_data.columns import NO_COLUMNS, Columns
 from piecework.federated_data.datasets import (
     ArrayDataset,
     DatasetError,
@@ -20,6 +21,7 @@ from piecework.federated_data.datasets import (
     resized_shape,
     set_name,
 )
+from piecework.federated_data.flower_partition import PREFIX, draw_by_flower
 from piecework.federated_data.partition import partition_rows
 from piecework.federated_data.personal import client_test_rows
 from piecework.models.cascade import Blueprint, Shape
@@ -33,19 +35,44 @@ PixelScale = Literal["normalised", "unit", "raw"]
 
 
 @lru_cache(maxsize=4)
-def open_dataset(name: str, data_dir: str, pixel_scale: PixelScale = "normalised", image_size: int = 0) -> ArrayDataset:
+def open_dataset(
+    name: str,
+    data_dir: str,
+    pixel_scale: PixelScale = "normalised",
+    image_size: int = 0,
+    columns: Columns = NO_COLUMNS,
+) -> ArrayDataset:
     """Load the converted data set, which the server or the launcher converted before the first task.
 
     Raises DatasetError for a pixel scale other than normalised if the data are not 8-bit images, and for an image size if
     they are not images.
     """
-    data = load(prepare(name, data_dir=data_dir, cache_dir=default_cache()))
+    data = load(prepare(name, data_dir=data_dir, cache_dir=default_cache(), columns=columns))
     return scale_pixels(resize_images(data, image_size), pixel_scale)
 
 
 def dataset_of(settings: Settings) -> ArrayDataset:
     """Load the data set of a run, whose images have the size and the scale of its settings. Raises DatasetError."""
-    return open_dataset(settings.dataset, settings.data_dir, settings.data.pixel_scale, settings.data.image_size)
+    data = settings.data
+    return open_dataset(settings.dataset, settings.data_dir, data.pixel_scale, data.image_size, columns_of(settings))
+
+
+def columns_of(settings: Settings) -> Columns:
+    """Return the columns that settings name."""
+    data = settings.data
+    inputs = tuple(name for text in data.input_columns.split(",") if (name := text.strip()))
+    return Columns(inputs, data.label_column, data.group_column)
+
+
+def prepare_dataset(settings: Settings) -> Path:
+    """Convert the data set of a run if that is not done; returns its folder, for `load`. Raises DatasetError."""
+    return prepare(
+        settings.dataset,
+        data_dir=settings.data_dir,
+        cache_dir=default_cache(),
+        download=settings.data.download,
+        columns=columns_of(settings),
+    )
 
 
 def resize_images(data: ArrayDataset, image_size: int) -> ArrayDataset:
@@ -102,6 +129,9 @@ def client_rows(
         own = settings.with_values({"data.public-fraction": 0.0})
         rows = client_rows(own, np.asarray(labels)[left], clients, None if groups is None else groups[left])
         return [left[each] for each in rows]
+    if settings.data.partition.startswith(PREFIX):
+        options = settings.data.partition_options
+        return draw_by_flower(settings.data.partition, np.asarray(labels), clients, settings.seed, options, groups)
     return partition_rows(
         settings.data.partition,
         np.asarray(labels),
@@ -132,10 +162,9 @@ def partition_settings(settings: Settings) -> dict[str, Scalar]:
         "skewed": ("data.partition-classes", "data.partition-skew"),
         "natural": ("data.partition-groups",),
     }
-    values = settings.to_run_config()
-    return {
-        key: values[key] for key in ("data.partition", "data.public-fraction", *names.get(settings.data.partition, ()))
-    }
+    kind, values = settings.data.partition, settings.to_run_config()
+    own = ("data.partition-options",) if kind.startswith(PREFIX) else names.get(kind, ())
+    return {key: values[key] for key in ("data.partition", "data.public-fraction", *own)}
 
 
 def check_partition(settings: Settings, data: ArrayDataset) -> None:

@@ -14,11 +14,11 @@ import numpy as np
 from rich.table import Table
 
 from piecework.device_profiles.profile import format_bytes
-from piecework.federated_data.datasets import ArrayDataset, DatasetError, default_cache, load, prepare, set_name, write
+from piecework.federated_data.datasets import ArrayDataset, DatasetError, load, set_name, write
 from piecework.federated_data.personal import client_test_rows
 from piecework.federated_data.sources import Source
 from piecework.training.settings import Settings
-from piecework.training.setup import client_rows, partition_settings, public_rows
+from piecework.training.setup import client_rows, partition_settings, prepare_dataset, public_rows
 
 SERVER = "server"
 
@@ -31,9 +31,7 @@ def export_data(settings: Settings, out: Path, force: bool = False) -> list[dict
     """
     out = out.expanduser().absolute()
     _check_target(out, force)
-    source = prepare(
-        settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download
-    )
+    source = prepare_dataset(settings)
     data = load(source, verify=True)
     if data.export is not None:
         raise DatasetError(f"{source} is a part of an export; export the whole data set, which is elsewhere")

@@ -124,9 +124,9 @@ def planner_for(
     )
     own = settings.attack.steps if trains_adversarially(method.can, settings) else 0
     steps = own if question.attack_steps is None else question.attack_steps
-    if steps and blueprint.vocabulary:
+    if steps and blueprint.reads != "images":
         raise ValueError(
-            f"{settings.model} reads tokens, which cannot be attacked by gradients: attack.steps must be 0"
+            f"{settings.model} reads {blueprint.reads}, and attacks change pixels of images: attack.steps must be 0"
         )
     cost_model = cost_model or cost_model_for(settings, reference, steps, question.precision)
     full = cost_model.bytes(whole_model(blueprint))

@@ -6,14 +6,14 @@ from math import prod
 from typing import cast, get_args
 
 from piecework.device_profiles.documents import abbreviate
-from piecework.federated_data.datasets import PUBLISHED, default_cache, prepare
+from piecework.federated_data.datasets import PUBLISHED
 from piecework.federated_data.labels import label_remarks
 from piecework.models.cascade import Shape
 from piecework.models.model_file import LARGEST_EXAMPLE
 from piecework.models.zoo import usual_input
 from piecework.planning.costs import fraction_or_bytes
 from piecework.training.settings import Settings, SettingsError
-from piecework.training.setup import dataset_of
+from piecework.training.setup import dataset_of, prepare_dataset
 from piecework.training.sgd import Precision
 
 LOG = logging.getLogger("piecework")
@@ -94,7 +94,7 @@ def data_shape(settings: Settings) -> tuple[Shape, int, int]:
     """
     if settings.dataset in PUBLISHED:
         return PUBLISHED[settings.dataset]
-    prepare(settings.dataset, data_dir=settings.data_dir, cache_dir=default_cache(), download=settings.data.download)
+    prepare_dataset(settings)
     data = dataset_of(settings)
     for remark in label_remarks(data):
         LOG.warning("%s", remark)

@@ -38,7 +38,7 @@ from piecework.training.setup import blueprint_of_shape
 
 BATCH = 4
 SMALL = {"cnn4": (3, 64, 64), "lstm-imdb": (20,), "preresnet20": (3, 8, 8), "vit": (3, 32, 32)}
-FIXED_FIRST = ("deit-tiny", "lstm-imdb", "vit")  # without their first atom the input does not fit the others
+FIXED_FIRST = ("deit-tiny", "lstm-imdb", "mlp", "vit")  # without their first atom the input does not fit the others
 SOME = ("cnn-femnist", "cnn3", "conv4", "lstm-imdb", "vgg11")
 
 

@@ -317,7 +317,7 @@ def test_a_plan_allocates_no_weights() -> None:
             ["--model", "lstm-imdb", "--dataset", "cifar10"],
             "lstm-imdb reads tokens: expected an input shape of (length,)",
         ),
-        (["--model", "lstm-imdb", "--attack-steps", "3"], "cannot be attacked by gradients"),
+        (["--model", "lstm-imdb", "--attack-steps", "3"], "attacks change pixels of images"),
         (["--model", "vgg16", *FEDPROPHET, "--budget", "10MB"], "atom 'conv6' needs"),
         (["--set", "architecture.options=stem"], "'stem' is not NAME=VALUE"),
         (["--set", "architecture.options=stem=cifar"], "convnet has no option 'stem'"),

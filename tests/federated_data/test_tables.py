@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers import TRIO, clients_of, fleet_json, run_local
 
-from piecework.federated_data.datasets import DatasetError, load, prepare
+from piecework.federated_data.columns import Columns
+from piecework.federated_data.datasets import ArrayDataset, DatasetError, load, prepare
 from piecework.models.trained_model import load_model
 
 ROWS = 120
@@ -27,7 +28,7 @@ def frame(classes: object = ("no", "yes")) -> pandas.DataFrame:
     return pandas.DataFrame(columns)
 
 
-def read(source: Path, tmp_path: Path):  # noqa: ANN201
+def read(source: Path, tmp_path: Path):
     return load(prepare(f"table:{source}", data_dir="", cache_dir=tmp_path / "cache"), verify=True)
 
 
@@ -58,9 +59,41 @@ def test_a_folder_has_its_own_test_part(tmp_path: Path) -> None:
     assert data.groups.tolist() == ([0, 1, 2] * 40)[:80]
 
 
+def test_columns_that_the_user_names(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    frame().assign(y=1, farm=["a", "b", "c"] * 40).to_csv(file, index=False)
+    cache = tmp_path / "cache"
+
+    def named(*columns: object) -> ArrayDataset:
+        return load(prepare(f"table:{file}", data_dir="", cache_dir=cache, columns=Columns(*columns)))
+
+    data = named((), "label", "farm")
+    assert (data.input_shape, data.class_names) == ((4,), ("no", "yes"))
+    assert data.groups is not None
+    assert len(np.unique(data.groups)) == 3
+    few = named(("one", "height"), "farm")
+    assert (few.input_shape, few.class_names, few.groups) == ((2,), ("a", "b", "c"), None)
+    assert few.inputs[0, 0] == 1
+    for columns, said in (
+        (
+            ((), "kind"),
+            r"has no column 'kind' \(data.label-column = 'kind'\); it has height, label, ready, one, y, farm",
+        ),
+        (
+            (("y",), "y"),
+            r"data.input-columns = 'y', data.label-column = 'y' name the column of classes 'y', or another one, twice",
+        ),
+        (((), "y", "y"), r"name the column of classes 'y', or another one, twice"),
+    ):
+        with pytest.raises(DatasetError, match=said):
+            named(*columns)
+    with pytest.raises(DatasetError, match=r"data.label-column = 'y': the data set 'digits' has no columns; table"):
+        prepare("digits", data_dir="", cache_dir=cache, columns=Columns(label="y"))
+
+
 WRONG = {
     "a,b\n1,2\n": "expected one column of classes, called label, target, class or y; it has none, of a, b",
-    "label,y\n1,2\n": "it has label and y, of label, y: rename columns",
+    "label,y\n1,2\n": "it has label and y, of label, y: name it by data.label-column",
     "label\n1\n": "has no columns besides the classes",
     "a,label\n": "has no rows",
     "": "cannot be read as a table: No columns to parse",

@@ -56,6 +56,8 @@ PREACT_NORMS = 2 * (64 + 4 * 64 + (64 + 3 * 128) + (128 + 3 * 256) + (256 + 3 * 
         ("lenet5", {}, 430_500),
         ("lenet5", {"layout": "lecun"}, 61_706),
         ("lstm-imdb", {}, 920_385),
+        ("mlp", {}, 3073 * 128 + 2 * 129 * 128 + 129 * 10),
+        ("mlp", {"shape": (30,), "hidden": "20", "layers": 1, "width": 0.5}, 31 * 10 + 11 * 10),
         ("resnet10", {}, RESNET10_WEIGHTS + 2 * (64 + 2 * 64 + 3 * (128 + 256 + 512)) + 513 * 10),
         ("resnet34", {"num_classes": 256, "shape": (3, 224, 224)}, 21_416_000),
         ("resnet18-preact", {}, 11_159_232 + PREACT_NORMS + 513 * 100),
@@ -357,7 +359,7 @@ def test_two_classes_of_text_have_one_logit():
 
 
 def test_the_registered_names():
-    names = "cnn3 cnn4 cnn-femnist conv4 convnet deit-tiny lenet5 lstm-imdb preresnet20 resnet10 resnet18"
+    names = "cnn3 cnn4 cnn-femnist conv4 convnet deit-tiny lenet5 lstm-imdb mlp preresnet20 resnet10 resnet18"
     names += " resnet18-preact resnet34 vgg11 vgg13 vgg16 vit"
     assert set(MODELS) == set(names.split())
     with pytest.raises(ValueError, match="model = 'vgg19' is not known: use one of"):

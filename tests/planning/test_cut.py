@@ -176,10 +176,12 @@ REFUSED = {
     "fedet": ("lstm-imdb",),
     "fedpm": ("deit-tiny", "lstm-imdb", "vit"),
     "fedprophet": ("lstm-imdb",),  # tokens cannot be attacked
-    "fedrbn": ("cnn-femnist", "deit-tiny", "lenet5", "lstm-imdb", "vit"),  # no batch norm
-    "local": ("lstm-imdb",),
+    "fedrbn": ("cnn-femnist", "deit-tiny", "lenet5", "lstm-imdb", "mlp", "vit"),  # no batch norm
+    "local": ("lstm-imdb", "mlp"),  # it masks convolutions, and linear layers without bias
+    "orthdrop": ("mlp",),
+    "prism": ("mlp",),  # its kernels are those of convolutions
     "slt": ("deit-tiny", "vit"),  # encoders add narrow features to wide ones
-    "spafl": ("lstm-imdb",),
+    "spafl": ("lstm-imdb", "mlp"),
 }
 
 

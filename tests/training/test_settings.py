@@ -42,7 +42,7 @@ def read(**config: Any) -> Settings:
         ("model", 3, "should be a valid string"),
         ("architecture.batch-norm", "group", "should be 'auto', 'running', 'measured', 'static', 'batch' or 'local'"),
         ("memory.model", "guess", "should be 'traced', 'fedepth', 'fedprophet', 'prism' or 'profl'"),
-        ("data.partition", "fair", "should be 'iid', 'dirichlet', 'pathological', 'skewed' or 'natural'"),
+        ("data.partition", "fair", "should be 'iid', 'dirichlet', 'pathological', 'skewed', 'natural', 'flwr:Cont"),
         ("fedepth.mutual-models", 0, "should be greater than or equal to 1"),
         ("evaluation.target-accuracy", 1.01, "should be less than or equal to 1"),
     ],

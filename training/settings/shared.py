@@ -1,7 +1,7 @@
 """The tables that all strategies share: data, architecture, training, attack, evaluation, memory, messages and faults."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,21 @@ from piecework.training.settings.table import (
 
 ATTACKED = case(training__adversarial=True) + able("always_attacks")
 PERSONAL = case(evaluation__mode="personal") + able("personal")
+FlowerPartitioner = Literal[  # of flwr-datasets, those that divide rows by numbers and lists
+    "flwr:ContinuousPartitioner",
+    "flwr:DirichletPartitioner",
+    "flwr:DistributionPartitioner",
+    "flwr:ExponentialPartitioner",
+    "flwr:GroupedNaturalIdPartitioner",
+    "flwr:IidPartitioner",
+    "flwr:InnerDirichletPartitioner",
+    "flwr:LinearPartitioner",
+    "flwr:NaturalIdPartitioner",
+    "flwr:PathologicalPartitioner",
+    "flwr:ShardPartitioner",
+    "flwr:SizePartitioner",
+    "flwr:SquarePartitioner",
+]
 WAYS = ("micro-batch", "recompute")  # to fit a step into a small budget
 
 
@@ -29,10 +44,16 @@ class DataSettings(Table):
     """How the data set is obtained, divided among the clients and prepared."""
 
     download: bool = setting(False, "download the data set to data-dir if it is not there")
-    partition: Literal["iid", "dirichlet", "pathological", "skewed", "natural"] = setting(
+    partition: Literal["iid", "dirichlet", "pathological", "skewed", "natural", FlowerPartitioner] = setting(
         "dirichlet",
         "how training examples are divided. iid: evenly at random; dirichlet: class proportions are drawn per class; "
-        "pathological: few classes per client; skewed: mostly few classes; natural: by the data set's groups (writers)",
+        "pathological: few classes per client; skewed: mostly few classes; natural: by the data set's groups (writers); "
+        "flwr:NAME: by a partitioner of Flower's (extra hub)",
+    )
+    partition_options: str = setting(
+        "",
+        "arguments of Flower's partitioner, as in alpha=0.3,self_balancing=true or partition_sizes=[100,200]",
+        ({"data.partition": get_args(FlowerPartitioner)},),
     )
     partition_alpha: Positive = setting(
         1.0,
@@ -61,6 +82,13 @@ class DataSettings(Table):
         0,
         "groups (writers) per client, natural partition; 0 = all groups, divided among the clients",
         case(data__partition="natural"),
+    )
+    input_columns: str = setting(
+        "", "columns of a table or of a hub's data set that are the input, with commas; empty = found, or all features"
+    )
+    label_column: str = setting("", "column that is the label; empty = one of a usual name, or a table's last column")
+    group_column: str = setting(
+        "", "column of the groups that natural partition divides, such as a person; empty = none"
     )
     public_fraction: Fraction = setting(
         0.0, "fraction of the training examples set aside for the server's distillation before partitioning"

@@ -38,9 +38,10 @@ class FedProphetCut(Cut):
 
     def require_model(self) -> None:
         """Raise ValueError for a model that cannot be attacked, or settings that leave no module or no adversarial round."""
-        if self.model.vocabulary:
+        if self.model.reads != "images":
             raise ValueError(
-                f"{self.settings.model} reads tokens, which gradients cannot attack: {self.method.name} needs a model of images"
+                f"{self.settings.model} reads {self.model.reads}, and attacks change images: {self.method.name} needs a model "
+                "of those"
             )
         if self.table.stage_rounds:
             self.require_adversarial_rounds(self.table.stage_rounds)
