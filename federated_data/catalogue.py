@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from piecework.federated_data import caltech, femnist, own_sources, sources, tables, texts, tiny_imagenet
+from piecework.federated_data import caltech, femnist, hub, own_sources, sources, tables, texts, tiny_imagenet
 from piecework.federated_data.sources import Source
 
 # Each reader takes the folder to read and whether it may download; those of COLUMNAR also the columns that the user names.
@@ -22,13 +22,20 @@ DATASETS: Mapping[str, Callable[..., Source]] = {
     "folder": own_sources.folder,
     "text": texts.text,
     "table": tables.table,
+    "hub": hub.hub,
 }
 
 _NAMED = ("fashion-mnist", "cifar10", "cifar10-16", "cifar100", "caltech256", "imdb", "folder", "text")
 # What readers did not find in their first versions: data converted without it are converted again.
 READERS = {"npz": ("groups",)} | dict.fromkeys(_NAMED, ("class names",))
-OWN = {"npz": "file", "folder": "dir", "text": "dir", "table": "file or dir"}  # what each is named with
-COLUMNAR = ("table",)
+OWN = {
+    "npz": "file",
+    "folder": "dir",
+    "text": "dir",
+    "table": "file or dir",
+    "hub": "name or dir",
+}  # what each is named with
+COLUMNAR = ("table", "hub")
 EMBEDDED = ("digits", "digits32")  # they come with scikit-learn, not from data-dir
 
 # Published sets, so that plans do not need their files: (C, H, W) or (length,), classes, training examples.

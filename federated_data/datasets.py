@@ -20,7 +20,7 @@ from piecework.device_profiles.documents import abbreviate, read_json
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.plugins import list_plugins
 from piecework.device_profiles.user_cache import default_cache
-from piecework.federated_data import own_sources, tables, texts
+from piecework.federated_data import hub, own_sources, tables, texts
 from piecework.federated_data.catalogue import COLUMNAR, DATASETS, EMBEDDED, OWN, PUBLISHED, READERS
 from piecework.federated_data.columns import NO_COLUMNS, Columns
 from piecework.federated_data.partition import client_class_counts
@@ -44,6 +44,7 @@ FILES: Mapping[str, Callable[[Path], list[Path]]] = {  # of which a user's folde
     "folder": own_sources.image_files,
     "text": texts.text_files,
     "table": tables.table_files,
+    "hub": hub.saved_files,
 }
 _SCHEMA = 1
 _FILES = ("train-images.npy", "train-labels.npy", "test-images.npy", "test-labels.npy")
@@ -123,7 +124,8 @@ def prepare(
     root = Path(data_dir).expanduser() if data_dir else cache_dir / "downloads"
     if where:
         root = (Path(data_dir) if data_dir else Path()).expanduser() / Path(where).expanduser()
-    root = root.resolve()
+    # A name of the hub is no path.
+    root = Path(where) if kind == "hub" and not root.is_dir() else root.resolve()
     if columns.named() and kind not in COLUMNAR:
         raise DatasetError(f"{columns.named()}: the data set {name!r} has no columns; {' and '.join(COLUMNAR)} have")
     target = cache_dir.resolve() / _folder_name(kind, root, where, columns)

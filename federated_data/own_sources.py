@@ -1,5 +1,6 @@
 """Read a user's own data: one .npz file of arrays, or a folder of pictures per class."""
 
+import io
 import math
 import struct
 import tokenize
@@ -111,7 +112,8 @@ def folder(source: Path, download: bool) -> Source:
     classes = [entry.name for entry in _classes(train)]
     files, labels = _list_images(train, classes)
     test_files, test_labels = _list_images(test, classes) if test else ([], np.zeros(0, dtype=np.int64))
-    images = _read_images(files + test_files)
+    both = files + test_files
+    images = read_images(len(both), lambda number: (both[number], both[number]))
     if not test:
         return hold_out(images, labels, len(classes), class_names=tuple(classes))
     return Source(
@@ -193,31 +195,47 @@ def _list_images(root: Path, classes: list[str]) -> tuple[list[Path], NDArray[np
     return files, np.array(labels, dtype=np.int64)
 
 
-def _read_images(files: list[Path]) -> NDArray[np.uint8]:
+def read_images(count: int, opened: Callable[[int], tuple[object, Path | io.BytesIO]]) -> NDArray[np.uint8]:
+    """Return images (N, H, W, C): grey if all are, else RGB. `opened(n)` is what to call the n-th, and its file.
+
+    Raises DatasetError for one that cannot be read, or is of another size than the first.
+    """
     image = import_extra("PIL.Image")
-    headers = [open_image(image, file, lambda picture: (picture.size, picture.mode)) for file in files]
+
+    def read(number: int, what: Callable[[Any], Any]) -> Any:
+        shown, file = opened(number)
+        return open_image(image, file, what, shown)
+
+    headers = [read(number, lambda picture: (picture.size, picture.mode)) for number in range(count)]
     (width, height), _ = headers[0]
-    for file, (size, mode) in zip(files, headers, strict=True):
+    for number, (size, mode) in enumerate(headers):
         if size != (width, height):
             raise DatasetError(
-                f"{file} is {size[0]}x{size[1]}, {files[0]} is {width}x{height}; make all images one size"
+                f"{opened(number)[0]} is {size[0]}x{size[1]}, {opened(0)[0]} is {width}x{height}; make all images one size"
             )
         if mode.startswith(("I", "F")):
             raise DatasetError(
-                f"{file} has more than 8 bits a channel (mode {mode}); convert it, or use npz: with float32"
+                f"{opened(number)[0]} has more than 8 bits a channel (mode {mode}); convert it, or use npz: with float32"
             )
     grey = all(mode in ("1", "L", "LA") for _, mode in headers)
-    pixels = np.empty((len(files), height, width, 1 if grey else 3), dtype=np.uint8)
-    for row, file in zip(pixels, files, strict=True):
-        picture = open_image(image, file, lambda picture: np.asarray(picture.convert("L" if grey else "RGB")))
+    if (needed := count * height * width * (1 if grey else 3)) > (room := available_memory()):
+        raise DatasetError(
+            f"{count:,} images of {width}x{height} take {needed:,} bytes, and {room:,} are available: make them smaller"
+        )
+    pixels = np.empty((count, height, width, 1 if grey else 3), dtype=np.uint8)
+    for number, row in enumerate(pixels):
+        picture = read(number, lambda picture: np.asarray(picture.convert("L" if grey else "RGB")))
         row[:] = picture.reshape(row.shape)
     return pixels
 
 
-def open_image(image: Any, file: Path, read: Callable[[Any], Any]) -> Any:
-    """Return `read(file)` of an image file; `image` is the module PIL.Image. Raises DatasetError if it cannot be read."""
+def open_image(image: Any, file: Path | io.BytesIO, read: Callable[[Any], Any], shown: object = None) -> Any:
+    """Return `read(file)` of an image file; `image` is the module PIL.Image. Raises DatasetError if it cannot be read.
+
+    `shown` is how the error names a file without a name.
+    """
     try:
         with image.open(file) as picture:
             return read(picture)
     except (OSError, SyntaxError, ValueError, EOFError, image.DecompressionBombError) as error:
-        raise DatasetError(f"{file} cannot be read as an image: {error}") from None
+        raise DatasetError(f"{shown or file} cannot be read as an image: {error}") from None

@@ -35,24 +35,24 @@ def table(source: Path, download: bool, columns: Columns = NO_COLUMNS) -> Source
     files = table_files(source)
     train = _read(files[0])
     label, group, names = choose_columns(list(train.columns), columns, str(files[0]))
-    values, numbers = np.unique(_classes(train[label], files[0]), return_inverse=True)
+    values, numbers = np.unique(classes_of(train[label], files[0]), return_inverse=True)
     if len(values) > MOST_CLASSES:
         raise DatasetError(
             f"{files[0]}: column {label!r} has {len(values):,} classes; at most {MOST_CLASSES:,} are read"
         )
-    inputs, labels = _features(train, names, files[0]), numbers.astype(np.int64)
-    words, groups = tuple(map(str, values.tolist())), _groups(train, group, files[0])
+    inputs, labels = features_of(train, names, files[0]), numbers.astype(np.int64)
+    words, groups = tuple(map(str, values.tolist())), groups_of(train, group, files[0])
     if len(files) == 1:
         return hold_out(inputs, labels, len(values), groups, class_names=words)
     test = _read(files[1])
     _require_columns(test, [*names, label], files, [] if columns.inputs else [group])
-    found = _classes(test[label], files[1])
+    found = classes_of(test[label], files[1])
     if len(unknown := np.setdiff1d(found, values)):
         raise DatasetError(
             f"{files[1]}: class {str(unknown[0])!r} is none of {files[0].name}, which has {', '.join(words[:SHOWN])}"
         )
     test_labels = np.searchsorted(values, found).astype(np.int64)
-    test_inputs = _features(test, names, files[1])
+    test_inputs = features_of(test, names, files[1])
     return Source(inputs, labels, test_inputs, test_labels, len(values), groups=groups, class_names=words)
 
 
@@ -111,12 +111,15 @@ def _require_header(file: Path) -> None:
         raise DatasetError(f"{file} has several columns {repeated[0]!r}: give each its own name")
 
 
-def choose_columns(names: list[str], asked: Columns, file: str) -> tuple[str, str, list[str]]:
-    """Return the columns of classes, of groups (perhaps none) and of features. Raises DatasetError, which lists the columns."""
+def choose_columns(names: list[str], asked: Columns, file: str, known: str = "") -> tuple[str, str, list[str]]:
+    """Return the columns of classes, of groups (perhaps none) and of features. Raises DatasetError, which lists the columns.
+
+    `known` is the column of classes if the data say so.
+    """
     shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
     if lost := [name for name in (*asked.inputs, asked.label, asked.group) if name and name not in names]:
         raise DatasetError(f"{file} has no column {lost[0]!r} ({asked.named()}); it has {shown}")
-    found = [asked.label] if asked.label else [name for name in names if name.lower() in LABELS]
+    found = [asked.label or known] if asked.label or known else [name for name in names if name.lower() in LABELS]
     if len(found) != 1:
         raise DatasetError(
             f"{file}: expected one column of classes, called {', '.join(LABELS[:-1])} or {LABELS[-1]}; it has "
@@ -129,7 +132,7 @@ def choose_columns(names: list[str], asked: Columns, file: str) -> tuple[str, st
     return label, group, inputs
 
 
-def _classes(column: "pandas.Series[Any]", file: Path) -> NDArray[Any]:
+def classes_of(column: "pandas.Series[Any]", file: Path | str) -> NDArray[Any]:
     """Return the class of each row: whole numbers, or words."""
     if column.isna().any():
         raise DatasetError(
@@ -146,7 +149,7 @@ def _classes(column: "pandas.Series[Any]", file: Path) -> NDArray[Any]:
     return values if values.dtype.kind in "iub" else np.array([str(value) for value in values])
 
 
-def _features(frame: "pandas.DataFrame", names: list[str], file: Path) -> NDArray[np.float32]:
+def features_of(frame: "pandas.DataFrame", names: list[str], file: Path | str) -> NDArray[np.float32]:
     """Return the columns of numbers as float32 [N, F]. Raises DatasetError, which names the column and the row."""
     if not names:
         raise DatasetError(f"{file} has no columns besides the classes: each other column is a feature")
@@ -169,7 +172,8 @@ def _features(frame: "pandas.DataFrame", names: list[str], file: Path) -> NDArra
     return found
 
 
-def _groups(frame: "pandas.DataFrame", name: str, file: Path) -> Ints | None:
+def groups_of(frame: "pandas.DataFrame", name: str, file: Path | str) -> Ints | None:
+    """Return the numbers of the groups of a column, or None without one."""
     if not name:
         return None
     if frame[name].isna().any():

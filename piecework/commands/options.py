@@ -177,7 +177,8 @@ def run_command(preset: str, assignments: list[str], options: Scalars, nodes: in
 def readable_anywhere(settings: Settings) -> Scalars:
     """Return the settings that name files so that they can be read from anywhere: absolute paths, and the fleet itself."""
     kind, colon, source = settings.dataset.partition(":")
-    dataset = f"{kind}:{(Path(settings.data_dir) / source).resolve()}" if colon else settings.dataset
+    path = (Path(settings.data_dir) / source).resolve()
+    dataset = f"{kind}:{path}" if colon and (kind != "hub" or path.is_dir()) else settings.dataset
     found: Scalars = {"dataset": dataset, "fleet": load_fleet(settings.fleet).to_json()}
     values = settings.to_run_config()
     file, _, function = settings.model.rpartition(":")

@@ -51,7 +51,7 @@ class Settings(Table):
         "name of the model, such as resnet18: models/zoo.py lists them in MODELS; or a torch module of your own, as "
         "FILE.py:FUNCTION or MODULE:FUNCTION, or of a library, as torchvision:NAME or timm:NAME",
     )
-    dataset: str = setting("digits", "name of the data set, or npz:FILE, folder:DIR, text:DIR")
+    dataset: str = setting("digits", "name of the data set, or npz:FILE, table:FILE, folder:DIR, text:DIR, hub:NAME")
     fleet: str = setting(
         "demo", "the clients' devices: a shipped fleet, a .toml file, also PACKAGE/FILE.toml, or a fleet as JSON"
     )
