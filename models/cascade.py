@@ -12,14 +12,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from piecework.models.change import Change, Origin
 from piecework.models.frozen_norm import FrozenBatchNorm2d
 
 Shape = tuple[int, ...]
@@ -165,17 +163,6 @@ def auxiliary_head(shape: Shape, num_classes: int, pool: str) -> nn.Module:
     pooling = nn.AdaptiveAvgPool2d(side) if larger else nn.Identity()
     features = shape[0] * side**2 if larger else math.prod(shape)
     return nn.Sequential(OrderedDict(pool=pooling, flatten=nn.Flatten(), fc=nn.Linear(features, num_classes)))
-
-
-@dataclass(frozen=True)
-class AuxiliaryPooling(Change):
-    """Another pooling before auxiliary heads (FedProphet)."""
-
-    pooling: Literal["auto", "authors", "none"]
-
-    def apply(self, model: Blueprint, origin: Origin) -> Blueprint:
-        """Return the model with this pooling."""
-        return replace(model, auxiliary_pool=self.pooling)
 
 
 def pool_features(z: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, InstanceOf, TypeAdapter
 
+from piecework.models.auxiliary_pooling import AuxiliaryPooling
 from piecework.models.basic_layers import BasicLayers
-from piecework.models.cascade import AuxiliaryPooling, Blueprint
+from piecework.models.cascade import Blueprint
 from piecework.models.change import Change, Origin
 from piecework.models.depth_exits import Exits
 from piecework.models.dual_norm import DualNorms

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any, Self
 
 from piecework.device_profiles.profile import DeviceState
-from piecework.models.cascade import AuxiliaryPooling, Blueprint
+from piecework.models.auxiliary_pooling import AuxiliaryPooling
+from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import AtomTooLargeError, Piece, atom_names, greedy_partition
 from piecework.models.variant import Variant
