@@ -29,11 +29,11 @@ def write_own_data(name: str, out: Path, like: Path | None) -> ArrayDataset:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DatasetError(f"--out {out} exists and is not empty: choose another folder, or remove it first")
     card = _read_file(like) if like else None
-    data = load(prepare(name, data_dir="", cache_dir=default_cache()), verify=True)
-    if card is not None and data.vocabulary and kind != "npz":
+    if card is not None and kind == "text":
         raise DatasetError(
-            f"{kind}: numbers words by their frequency in this board's own texts: give tokens as npz: instead"
+            "text: numbers words by their frequency in this board's own texts: give tokens as npz: instead"
         )
+    data = load(prepare(name, data_dir="", cache_dir=default_cache()), verify=True)
     staging = out.with_name(f".{out.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         staging.mkdir(parents=True)
