@@ -30,7 +30,6 @@ from piecework.client_app.store import Store
 from piecework.client_app.trainers import find_evaluator, find_places, find_query, find_trainer
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import measure_device
-from piecework.federated_data.card import read_card, require_like
 from piecework.federated_data.partition import split
 from piecework.models.imported.source import is_own
 from piecework.models.static_norms import is_statistic
@@ -59,8 +58,6 @@ def query_device(message: Message, context: Context) -> Message:
     rows = test_rows = np.arange(0)
     if number < clients:
         data, rows = open_local_data(settings, context, number, clients)
-        if (card := message.content.config_records.get("card")) is not None and node.get("data-dir"):
-            require_like(data, read_card(card, "the server's description"))
         test_rows = own_test_rows(data, settings, context, number, clients)
     train, held = split(rows, settings.data.validation_fraction, settings.seed, number) if len(rows) else (rows, rows)
     metrics: Metrics = {"partition-id": number, "num-partitions": clients}

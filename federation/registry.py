@@ -5,12 +5,12 @@ A client is identified by the `partition-id` of its node-config, because Flower'
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from piecework.device_profiles.fleet import Fleet, device_of, device_state
@@ -64,8 +64,6 @@ class ClientRegistry:
     `bound` are the clients that belong to one node for the whole run, with its name. It is the name under which the node's key
     was registered (`piecework register`), so only a node with node authentication has one.
 
-    `card` is that of the run's data (federated_data/card.py), with which nodes compare data of their own.
-
     `packages` are those whose plugins clients need; the error of a node that lacks them names them.
 
     Two nodes that are online and claim one client are both refused, because nothing says which of them has its data. Once the
@@ -83,7 +81,6 @@ class ClientRegistry:
     busy: set[int] = field(default_factory=set)
     bound: dict[int, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
-    card: Mapping[str, Any] = field(default_factory=dict)
     started: bool = False
     _online: set[int] = field(default_factory=set)
     _names: dict[int, str] = field(default_factory=dict)
@@ -138,8 +135,7 @@ class ClientRegistry:
         if new := online - self._clients.keys() - waiting:
             self._names = {info.node_id: info.name for info in grid.get_nodes()}
         for node in sorted(new):
-            content = RecordDict({"card": ConfigRecord(dict(self.card))}) if self.card else RecordDict()
-            query = Message(content, dst_node_id=node, message_type=QUERY, ttl=QUERY_SECONDS)
+            query = Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=QUERY_SECONDS)
             self._asked |= {message: (node, now) for message in grid.push_messages([query]) if message}
         while self._asked and (replies := list(grid.pull_messages(set(self._asked)))):
             for reply in replies:

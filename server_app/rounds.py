@@ -13,7 +13,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from piecework.client_app.disk import StorageError
-from piecework.federated_data.card import card_of
 from piecework.federation.errors import RunAbortedError
 from piecework.federation.evaluation import Evaluator, final_evaluation
 from piecework.federation.registry import ClientRegistry
@@ -65,10 +64,8 @@ class Run:
         self.recovery = find_recovery(run_dir) if settings.resume_from else Recovery(None)
         checkpoint = self.recovery.checkpoint
         self.values = first_values(settings) if checkpoint is None else resume_values(checkpoint, settings)
-        needed, card = packages_of_clients(settings), card_of(self.data).model_dump()
-        self.registry = ClientRegistry(
-            fleet, settings.seed, settings.clients, settings.memory, packages=needed, card=card
-        )
+        needed = packages_of_clients(settings)
+        self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory, packages=needed)
         self.registry.bound = {int(client): name for client, name in self.values.get("node-names", {}).items()}
         self.transport = Transport(
             self.grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout

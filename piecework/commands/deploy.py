@@ -37,37 +37,6 @@ def export_data(
 
 
 @commands.command()
-@with_shorthands
-def describe_data(
-    preset: Preset = "",
-    named: Named = {},  # noqa: B006
-    assignments: Set = [],  # noqa: B006
-) -> None:
-    """Print the card of a run's data set, with which boards that have data of their own convert them; it holds no example."""
-    from piecework.federated_data.card import card_of
-    from piecework.federated_data.datasets import load
-    from piecework.training.setup import prepare_dataset
-
-    with user_errors(False):
-        settings = settings_from(preset, assignments, named=named)
-        print(card_of(load(prepare_dataset(settings), verify=True)).model_dump_json(indent=1))
-
-
-@commands.command()
-def own_data(
-    source: Annotated[str, typer.Argument(metavar="DATA", help="npz:FILE, folder:DIR, table:FILE ...")],
-    folder: Annotated[Path, typer.Option("--out", help="the folder to write, the node's data-dir")],
-    like: Annotated[Path | None, typer.Option(help="the run's card, which `piecework describe-data` prints")] = None,
-) -> None:
-    """Convert a board's own data, on the board, for a run's model; nothing leaves the board."""
-    from piecework.commands.own_data import write_own_data
-
-    with user_errors(False):
-        data = write_own_data(source, folder, like)
-        out.print(f"{folder}: {len(data.labels)} training examples, {data.num_classes} classes", soft_wrap=True)
-
-
-@commands.command()
 def profile(
     name: Annotated[str, typer.Option(help="name of the device in the fleet; default: this machine's")] = "",
     seconds: Annotated[float, typer.Option(help="how long to compute: a warm board is slower than a cold one")] = 10.0,
