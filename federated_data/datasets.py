@@ -23,6 +23,7 @@ from piecework.device_profiles.user_cache import default_cache
 from piecework.federated_data import hub, own_sources, tables, texts
 from piecework.federated_data.catalogue import COLUMNAR, DATASETS, EMBEDDED, OWN, PUBLISHED, READERS
 from piecework.federated_data.columns import NO_COLUMNS, Columns
+from piecework.federated_data.hub import hub_place
 from piecework.federated_data.partition import client_class_counts
 from piecework.federated_data.registered import is_registered, key_of, read_registered
 from piecework.federated_data.sources import DatasetError, Source
@@ -124,8 +125,7 @@ def prepare(
     root = Path(data_dir).expanduser() if data_dir else cache_dir / "downloads"
     if where:
         root = (Path(data_dir) if data_dir else Path()).expanduser() / Path(where).expanduser()
-    # A name of the hub is no path.
-    root = Path(where) if kind == "hub" and not root.is_dir() else root.resolve()
+    root = hub_place(root, where) if kind == "hub" else root.resolve()
     if columns.named() and kind not in COLUMNAR:
         raise DatasetError(f"{columns.named()}: the data set {name!r} has no columns; {' and '.join(COLUMNAR)} have")
     target = cache_dir.resolve() / _folder_name(kind, root, where, columns)
@@ -226,7 +226,7 @@ def _folder_name(kind: str, root: Path, where: str, columns: Columns) -> str:
         key += key_of(kind, root, where)
     if columns.named():
         key.append(columns.named())
-    if kind in OWN and root.exists():
+    if kind in OWN and root.is_absolute() and root.exists():  # a name of the hub is not absolute
         files = FILES[kind](root) if kind in FILES else [root]
         key += [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return f"{kind}-{hashlib.sha256(chr(10).join(key).encode()).hexdigest()[:12]}"

@@ -5,6 +5,7 @@ No code of a data set is run: since version 4, `datasets` reads files only. It i
 """
 
 import io
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
 TESTS = ("test", "validation", "valid", "val", "dev")  # splits that are test examples, preferred first
 WORDS = ("string", "large_string")
+NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.+)?")  # on the hub: NAME, OWNER/NAME, and a configuration
 Splits = Mapping[str, Any]  # a datasets.Dataset by the name of its split
 
 
 def hub(source: Path, download: bool, columns: Columns) -> Source:
-    """Read a data set that `save_to_disk` wrote to a folder, or NAME or NAME:CONFIG of the hub.
+    """Read a data set that `save_to_disk` wrote to a folder (an absolute path), or NAME or NAME:CONFIG of the hub.
 
     What is not on this machine is fetched only with `download`. The input is the only image column, else the only text column,
     else all columns of numbers; the label is the only ClassLabel, else a column of a usual name; `columns` may name others. The
@@ -35,7 +37,7 @@ def hub(source: Path, download: bool, columns: Columns) -> Source:
     """
     library = import_extra("datasets", "hub")
     name = str(source)
-    splits = _saved(library, source) if source.is_dir() else _named(library, name, download)
+    splits = _saved(library, source) if source.is_absolute() else _named(library, name, download)
     try:
         return _to_source(splits, columns, name)
     except DatasetError:
@@ -64,12 +66,21 @@ def _to_source(splits: Splits, columns: Columns, name: str) -> Source:
     return Source(found[0], labels[0], found[1], labels[1], len(names), groups=groups, class_names=names)
 
 
+def hub_place(root: Path, where: str) -> Path:
+    """Return `root`, the folder that `where` would be, as an absolute path, or `where` if it can only be a name of the hub."""
+    return Path(where) if NAME.fullmatch(where) and not root.is_dir() else root.resolve()
+
+
 def saved_files(root: Path) -> list[Path]:
     """List the files of a data set on disk."""
     return sorted(path for path in root.rglob("*") if path.is_file())
 
 
 def _saved(library: Any, folder: Path) -> Splits:
+    if not folder.is_dir():
+        raise DatasetError(
+            f"no folder {folder}; write hub:<folder>, absolute or relative to data-dir, or hub:<name> as on the hub"
+        )
     try:
         found = library.load_from_disk(str(folder))
     except Exception as error:  # whatever the library raises for damaged files
@@ -81,16 +92,17 @@ def _saved(library: Any, folder: Path) -> Splits:
 
 def _named(library: Any, name: str, download: bool) -> Splits:
     path, _, config = name.partition(":")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if Path(path).is_dir():
         raise DatasetError(
-            f"no folder {path}; write hub:<folder>, absolute or relative to data-dir, or hub:<name> as on the hub"
+            f"hub:{name}: `datasets` would read {Path(path).resolve()} instead of one of the hub: start in another folder, or "
+            "write that whole path if you mean it"
         )
     try:
         with _offline(library, not download):
             return dict(library.load_dataset(path, config or None))
     except Exception as error:  # of the network, of names, and of damaged files
         why = "" if download else "; only what the cache of `datasets` holds is read without data.download = true"
-        raise DatasetError(f"hub:{name} cannot be read: {_shorten(error)}{why}") from error
+        raise DatasetError(f"hub:{name} is no folder, and cannot be read as a name: {_shorten(error)}{why}") from error
 
 
 @contextmanager
@@ -147,10 +159,21 @@ def _find_inputs(part: Any, names: list[str], where: str) -> list[str]:
             raise DatasetError(
                 f"{where} has several columns of {kind}s, {', '.join(found)}: name one by data.input-columns"
             )
-    if found := [name for name in names if kinds[name] == "number"]:
-        return found
-    shown = ", ".join(f"{name} ({part.features[name]})" for name in list(part.features)[: tables.SHOWN])
-    raise DatasetError(f"{where} has no column of images, texts or numbers besides the label: it has {shown}")
+    numbers = [name for name in names if kinds[name] == "number"]
+    if numbers and len(numbers) < len(names):
+        raise DatasetError(
+            f"{where} has columns that are no numbers, {_show(part, [name for name in names if not kinds[name]])}: name those "
+            "that are the input by data.input-columns"
+        )
+    if not numbers:
+        raise DatasetError(
+            f"{where} has no column of images, texts or numbers besides the label: it has {_show(part, list(part.features))}"
+        )
+    return numbers
+
+
+def _show(part: Any, names: list[str]) -> str:
+    return ", ".join(f"{name} ({part.features[name]})" for name in names[: tables.SHOWN])
 
 
 def _column_kind(part: Any, name: str) -> str:
@@ -169,16 +192,21 @@ def _kind_of(part: Any, inputs: list[str], where: str) -> str:
     kinds = {name: _column_kind(part, name) for name in inputs}
     if len({*kinds.values()}) == 1 and (kind := kinds[inputs[0]]) and (kind == "number" or len(inputs) == 1):
         return kind
-    shown = ", ".join(f"{name} ({part.features[name]})" for name in inputs[: tables.SHOWN])
     raise DatasetError(
-        f"{where}: the input is one column of images, one of texts, or columns of numbers; data.input-columns has {shown}"
+        f"{where}: the input is one column of images, one of texts, or columns of numbers; data.input-columns has "
+        f"{_show(part, inputs)}"
     )
 
 
 def _labels(parts: list[Any], label: str, where: str) -> tuple[list[Ints], tuple[str, ...]]:
     """Return the labels of each part, and the names of the classes."""
+    names, *others = [getattr(part.features[label], "names", None) for part in parts]
+    if any(other != names for other in others):
+        raise DatasetError(
+            f"{where}: column {label!r} is {parts[0].features[label]} in the training split, and {parts[1].features[label]} in "
+            "that of the test: cast both to one ClassLabel"
+        )
     found = [tables.classes_of(_frame(part, [label])[label], where) for part in parts]
-    names = getattr(parts[0].features[label], "names", None)
     if names is None:
         try:
             values = np.unique(np.concatenate(found))

@@ -161,6 +161,15 @@ def test_what_is_wrong_with_a_data_set(tmp_path: Path) -> None:
     assert "SET, row 1 has no 'image': drop it" in said(one_column("image", [None, None], kind=Image()))
     without = DatasetDict(train=few, test=few.rename_column("picture", "photo"))
     assert "its split 'test' has no column 'picture', as 'train' has" in said(without)
+    nested = one_column("pixels", [[[1.0, 2.0]], [[3.0, 4.0]]]).add_column("row", [0, 1])
+    assert "columns that are no numbers, pixels (List(List(Value('float64')))): name those that are the input" in said(
+        nested
+    )
+    swapped = few.cast_column("kind", ClassLabel(names=list(reversed(CLASSES))))
+    assert (
+        "column 'kind' is ClassLabel(names=['ant', 'bee']) in the training split, and ClassLabel(names=['bee', 'ant']) in that"
+        in said(DatasetDict(train=few, test=swapped))
+    )
 
 
 def png(picture: Picture.Image) -> bytes:
@@ -187,18 +196,35 @@ def test_a_name_of_the_hub_is_not_taken_for_a_path(tmp_path: Path) -> None:
     assert [values["dataset"] for values in found] == [f"hub:{tmp_path / 'mine'}", "hub:a/b:c"]
 
 
-def no_network(*arguments: object, **named: object) -> None:
-    raise AssertionError("a connection was tried")
+def test_a_folder_is_looked_for_in_data_dir_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of that name where the command was started is another one."""
+    saved(pictures(6), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    wrong = {
+        "saved": rf"^hub:saved: `datasets` would read {tmp_path}/saved instead of one of the hub: start in another",
+        "./saved": rf"^no folder {tmp_path}/other/saved; write hub:<folder>, .*, or hub:<name>",
+    }
+    for name, error in wrong.items():
+        assert read(name, tmp_path).num_classes == 2
+        with pytest.raises(DatasetError, match=error):
+            prepare(f"hub:{name}", data_dir=str(tmp_path / "other"), cache_dir=tmp_path / "cache")
 
 
 def test_without_download_only_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the library leaves it after a download: OWNER___NAME/CONFIG/VERSION/HASH."""
+    asked: list[object] = []
+
+    def no_network(*arguments: object, **named: object) -> None:
+        asked.append(arguments)
+        raise AssertionError("a connection was tried")  # an OSError would be tried again, for 23 seconds
+
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)  # this test reads parquet by the library
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     with pytest.raises(
         DatasetError,
-        match=r"hub:who/what cannot be read: .*only what the cache of `datasets` holds is read without data.dow",
+        match=r"hub:who/what is no folder, and cannot be .*only what the cache of `datasets` holds is read without data.dow",
     ):
         read("who/what", tmp_path)
     columns = {"x": [0.0, 1.0] * 5, "label": [0, 1] * 5}
@@ -217,3 +243,7 @@ def test_without_download_only_the_cache_is_read(tmp_path: Path, monkeypatch: py
     for name in ("/no/such/folder", "a/b/c"):
         with pytest.raises(DatasetError, match=r"no folder .*; write hub:<folder>"):
             read(name, tmp_path)
+    assert not asked
+    with pytest.raises(DatasetError, match=r"^hub:who/other is no folder, .*: a connection was tried$"):
+        prepare("hub:who/other", data_dir="", cache_dir=tmp_path / "cache", download=True)
+    assert asked

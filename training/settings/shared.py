@@ -86,7 +86,9 @@ class DataSettings(Table):
     input_columns: str = setting(
         "", "columns of a table or of a hub's data set that are the input, with commas; empty = found, or all features"
     )
-    label_column: str = setting("", "column that is the label; empty = one of a usual name, or a table's last column")
+    label_column: str = setting(
+        "", "column that is the label; empty = the only one that declares classes, or that has a usual name"
+    )
     group_column: str = setting(
         "", "column of the groups that natural partition divides, such as a person; empty = none"
     )
