@@ -30,6 +30,7 @@ from piecework.client_app.store import Store
 from piecework.client_app.trainers import find_evaluator, find_places, find_query, find_trainer
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import measure_device
+from piecework.federated_data.datasets import DatasetError
 from piecework.federated_data.partition import split
 from piecework.models.imported.source import is_own
 from piecework.models.static_norms import is_statistic
@@ -55,13 +56,16 @@ def query_device(message: Message, context: Context) -> Message:
     find_entry(settings.strategy)  # a node that lacks the package of a plugin says so at once
     require_model(settings.model)
     clients = settings.clients or int(node["num-partitions"])
-    rows = test_rows = np.arange(0)
+    rows, test_rows, own = np.arange(0), np.arange(0), False
     if number < clients:
-        data, rows = open_local_data(settings, context, number, clients)
+        data, rows = open_local_data(settings, context, number, clients, message.content)
+        own = bool(context.node_config.get("data-dir")) and data.export is None
         test_rows = own_test_rows(data, settings, context, number, clients)
     train, held = split(rows, settings.data.validation_fraction, settings.seed, number) if len(rows) else (rows, rows)
     metrics: Metrics = {"partition-id": number, "num-partitions": clients}
     metrics |= {"num-examples": len(train), "num-validation": len(held), "num-test": len(test_rows)}
+    if own:
+        metrics["own-data"] = 1
     if node.get("device") == "auto":
         folder = Path(str(node.get("state-dir", ".")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +200,7 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
             outcome = Outcome("memory", error.needed, error.allowed, str(error))
         except frozen.MissingUnitsError as error:
             outcome = Outcome("failed", reason=str(error), missing=sorted(error.missing.values()))
-        except NoAcceleratorError as error:
+        except (NoAcceleratorError, DatasetError) as error:
             outcome = Outcome("failed", reason=str(error))
         except Exception as error:
             outcome = too_little(error, store, client)

@@ -23,7 +23,7 @@ from piecework.training import parcels
 from piecework.training.accelerator import find_device, free_memory
 from piecework.training.examples import Augmentation, Examples, examples_of_test, training_examples
 from piecework.training.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
-from piecework.training.messages import Task
+from piecework.training.messages import Task, read_expected
 from piecework.training.randomness import generator
 from piecework.training.settings import Settings
 from piecework.training.setup import (
@@ -64,7 +64,7 @@ def prepare_client(content: RecordDict, message_bytes: int, task: Task, context:
     unpack(content, store.write_units)
     frozen.forget_others(store.frozen, set(task.frozen.values()))
     frozen.link_units(store.frozen, task.frozen, store.model)
-    data, rows = open_local_data(settings, context, number, clients)
+    data, rows = open_local_data(settings, context, number, clients, content)
     train_rows, validation_rows = split(rows, settings.data.validation_fraction, settings.seed, number)
     if task.personal:
         validation = examples_of_test(data, own_test_rows(data, settings, context, number, clients))
@@ -174,11 +174,16 @@ def memory_for_training(device: torch.device) -> int:
     return available_memory() if device.type == "cpu" else free_memory(device)
 
 
-def open_local_data(settings: Settings, context: Context, number: int, clients: int) -> tuple[ArrayDataset, np.ndarray]:
-    """Return the memory-mapped data set and this client's rows of it, which are all rows if the node has its own data."""
+def open_local_data(
+    settings: Settings, context: Context, number: int, clients: int, content: RecordDict
+) -> tuple[ArrayDataset, np.ndarray]:
+    """Return the memory-mapped data set and this client's rows of it, which are all rows if the node has its own data.
+
+    The message's content says what the run expects of a node's own data. Raises DatasetError.
+    """
     own = context.node_config.get("data-dir")
     if own:
-        data = open_own(Path(str(own)), settings, number, clients)
+        data = open_own(Path(str(own)), settings, number, clients, read_expected(content))
         return data, np.arange(len(data.labels))
     data = dataset_of(settings)
     return data, all_client_rows(settings, clients)[number]

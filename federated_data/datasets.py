@@ -92,6 +92,11 @@ class ArrayDataset:
         return len(self.labels) if self.export is None else int(self.export["examples"])
 
     @property
+    def kind(self) -> str:
+        """`images`, `feature vectors` or `tokens`."""
+        return "images" if self.inputs.ndim == 4 else "tokens" if self.vocabulary else "feature vectors"
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """(C, H, W) of one image on disk, (F,) of a feature vector, or (length,) of a text."""
         _, *axes = self.inputs.shape

@@ -55,10 +55,13 @@ class Dispatcher:
             if client in self.weight_cache.unreached:
                 continue
             sent = without_units(sends.get(client, everything)(self.arrays), task.frozen)
+            member = self.registry.members[client]
             content = RecordDict({"task": task.to_record(), "arrays": pack(sent.items())})
+            if member.own_data:
+                content.update(self.registry.first_content())
             self.log[client].bytes_down += content_bytes(content)
             self.log[client].reason = "no answer within messages.round-timeout"
-            node = self.registry.members[client].node_id
+            node = member.node_id
             ttl = MESSAGE_LIFETIME * self.timeout
             yield Message(content, dst_node_id=node, message_type=kind, group_id=str(task.round), ttl=ttl)
 

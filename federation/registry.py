@@ -3,6 +3,7 @@
 A client is identified by the `partition-id` of its node-config, because Flower's node id changes when a device restarts.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,12 +16,14 @@ from flwr.serverapp import Grid
 
 from piecework.device_profiles.fleet import Fleet, device_of, device_state
 from piecework.device_profiles.profile import DeviceState, measured_budget
+from piecework.federated_data.own_data import Expected
 from piecework.federation.errors import TooFewNodesError
 from piecework.training.answers import UNUSABLE, AnswerError, printable, read_figures, read_node, reason_of
-from piecework.training.messages import content_bytes
+from piecework.training.messages import EXPECTED, content_bytes, expected_record
 from piecework.training.randomness import generator
 from piecework.training.settings.shared import MemorySettings
 
+LOG = logging.getLogger("piecework")
 QUERY = "query.device"
 QUERY_SECONDS = 300.0  # after this time a query without an answer is repeated
 GRACE_SECONDS = 15.0  # how long a round waits for an answer: the node first starts a process and imports torch
@@ -43,6 +46,7 @@ class Member:
     """What a node reported: its client number, device name, software, and numbers of training, validation and test examples.
 
     `measured` holds its figures (bytes, FLOP/s, bytes/s) if it measures itself. `device` is empty if the fleet assigns one.
+    With `own_data` its examples are not a part of the server's, so each message to it says how those are read.
     """
 
     node_id: int
@@ -53,6 +57,7 @@ class Member:
     validation: int = 0
     test: int = 0
     measured: dict[str, float] = field(default_factory=dict)
+    own_data: bool = False
 
 
 @dataclass
@@ -63,6 +68,8 @@ class ClientRegistry:
 
     `bound` are the clients that belong to one node for the whole run, with its name. It is the name under which the node's key
     was registered (`piecework register`), so only a node with node authentication has one.
+
+    `expected` is what the run expects of nodes' own data.
 
     `packages` are those whose plugins clients need; the error of a node that lacks them names them.
 
@@ -81,6 +88,7 @@ class ClientRegistry:
     busy: set[int] = field(default_factory=set)
     bound: dict[int, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
+    expected: Expected | None = None
     started: bool = False
     _online: set[int] = field(default_factory=set)
     _names: dict[int, str] = field(default_factory=dict)
@@ -135,13 +143,17 @@ class ClientRegistry:
         if new := online - self._clients.keys() - waiting:
             self._names = {info.node_id: info.name for info in grid.get_nodes()}
         for node in sorted(new):
-            query = Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=QUERY_SECONDS)
+            query = Message(self.first_content(), dst_node_id=node, message_type=QUERY, ttl=QUERY_SECONDS)
             self._asked |= {message: (node, now) for message in grid.push_messages([query]) if message}
         while self._asked and (replies := list(grid.pull_messages(set(self._asked)))):
             for reply in replies:
                 sent = self._asked.pop(reply.metadata.reply_to_message_id, None)
                 if sent is not None:
                     self._take_in(sent[0], reply)
+
+    def first_content(self) -> RecordDict:
+        """Return what a message to a node with data of its own says of the run's."""
+        return RecordDict({EXPECTED: expected_record(self.expected)} if self.expected is not None else {})
 
     def incomplete(self) -> bool:
         """Return whether a new node was queried less than GRACE_SECONDS ago and has not answered yet."""
@@ -159,6 +171,8 @@ class ClientRegistry:
             self._failed.pop(node, None)
         except UNUSABLE as error:
             self.last_error = printable(reason_of(error))
+            if self._failed.get(node, ("",))[0] != self.last_error:
+                LOG.warning("node %d does not take part: %s", node, self.last_error)
             self._failed[node] = self.last_error, time.monotonic()
 
     def _admit(self, node: int, reply: Message) -> int:
@@ -176,7 +190,8 @@ class ClientRegistry:
             )
         examples, validation, test = figures["num-examples"], figures["num-validation"], figures.get("num-test", 0)
         measured = {key: float(figures[key]) for key in MEASURED if key in figures}
-        member = Member(node, client, info.device, info.software, examples, validation, test, measured)
+        counts = examples, validation, test
+        member = Member(node, client, info.device, info.software, *counts, measured, bool(figures.get("own-data")))
         self._check_device(member, self.clients or partitions)
         self._check_node(member)
         self.members[client], self.federation = member, partitions

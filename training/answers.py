@@ -100,6 +100,7 @@ class Figures(BaseModel):
     num_partitions: Annotated[int, Field(ge=1, le=MOST_CLIENTS)] = 1
     num_validation: Examples = 0
     num_test: Examples = 0
+    own_data: Annotated[int, Field(ge=0, le=1)] = 0  # 1: they were not exported from the server's
     memory_available: Annotated[float, Field(ge=0, le=ENDLESS)] = 0.0  # a device may be at its limit for a moment
     flops_per_second: Annotated[float, Field(ge=1e3, le=1e21)] = 1e3
     disk_bandwidth: Annotated[float, Field(ge=1, le=1e15)] = 1.0

@@ -12,11 +12,13 @@ from typing import Any, Self, cast
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.federated_data.own_data import Expected
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.training import parcels
 from piecework.training.evaluation_step import EvaluationStep
 
+EXPECTED = "expected"
 AS_JSON = ("costs", "frozen", "void", "variant", "own")  # Flower's records hold neither mappings nor lists of lists
 IN_RECORDS = {"discarded_rounds": "void", "config": "own"}  # fields with another name there
 
@@ -140,6 +142,17 @@ class Question:
     def from_record(cls, record: ConfigRecord) -> "Question":
         """Read a query. Raises TypeError for a missing or unknown field."""
         return cls(**cast(dict[str, object], dict(record)))  # type: ignore[arg-type]
+
+
+def expected_record(expected: Expected) -> ConfigRecord:
+    """Return what a run expects of a node's own data as a record for a message's content, under EXPECTED."""
+    return ConfigRecord({"data": expected.to_text()})
+
+
+def read_expected(content: RecordDict) -> Expected | None:
+    """Return what a message says of that, or None."""
+    record = content.config_records.get(EXPECTED)
+    return None if record is None else Expected.from_text(str(record["data"]))
 
 
 def content_bytes(content: RecordDict) -> int:

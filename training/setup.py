@@ -22,6 +22,7 @@ from piecework.federated_data.datasets import (
     set_name,
 )
 from piecework.federated_data.flower_partition import PREFIX, draw_by_flower
+from piecework.federated_data.own_data import Expected, adopt
 from piecework.federated_data.partition import partition_rows
 from piecework.federated_data.personal import client_test_rows
 from piecework.models.cascade import Blueprint, Shape
@@ -175,9 +176,17 @@ def check_partition(settings: Settings, data: ArrayDataset) -> None:
         all_client_rows(settings, settings.clients)
 
 
-def open_own(folder: Path, settings: Settings, client: int, clients: int) -> ArrayDataset:
-    """Open a node's own data. Raises DatasetError if they are another client's, or were exported for another run."""
-    data = scale_pixels(resize_images(load(folder), settings.data.image_size), settings.data.pixel_scale)
+def open_own(
+    folder: Path, settings: Settings, client: int, clients: int, expected: Expected | None = None
+) -> ArrayDataset:
+    """Open the data in a node's folder, which are a part of an export, or its own: these must be as `expected`.
+
+    Raises DatasetError if they are another client's, were exported for another run, or are of another kind than the run's.
+    """
+    data = load(folder)
+    if data.export is None and expected is not None:
+        data = adopt(data, expected)
+    data = scale_pixels(resize_images(data, settings.data.image_size), settings.data.pixel_scale)
     check_export(settings, data, client, clients)
     return data
 

@@ -37,6 +37,26 @@ def export_data(
 
 
 @commands.command()
+def own_data(
+    source: Annotated[str, typer.Argument(help="npz:FILE, table:FILE, folder:DIR or another data set")],
+    folder: Annotated[Path, typer.Option("--out", help="the folder to write, which is the node's data-dir")],
+    force: Annotated[bool, typer.Option("--force", help="replace the node's earlier data")] = False,
+    assignments: Set = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Make a device's data folder from data of its own, which stay on it."""
+    from piecework.commands.own_data import describe_own, make_own_data
+
+    with user_errors(as_json, {}):
+        made = make_own_data(settings_from("", [*assignments, f"dataset={source}"]), folder, force)
+        if as_json:
+            print(json.dumps(made))
+            return
+        out.print(describe_own(made), highlight=False, soft_wrap=True)
+        out.print(f'set data-dir="{made["folder"]}" in its node-config', highlight=False, soft_wrap=True)
+
+
+@commands.command()
 def profile(
     name: Annotated[str, typer.Option(help="name of the device in the fleet; default: this machine's")] = "",
     seconds: Annotated[float, typer.Option(help="how long to compute: a warm board is slower than a cold one")] = 10.0,

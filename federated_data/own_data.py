@@ -1,0 +1,120 @@
+"""A node's own data in a run: they must be like the server's, and are read as the server's are."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from piecework.device_profiles.documents import abbreviate
+from piecework.federated_data.datasets import ArrayDataset, set_name
+from piecework.federated_data.sources import DatasetError, Ints
+
+OWN = "this node's own data"  # in an error, which the server gets: without the folders of their files
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a run expects of its nodes' examples: those of the server's data set, with its `mean` and `std`.
+
+    `shape` is that of one example on disk. `class_names` and `vocabulary` are empty and 0 if there are none.
+    """
+
+    dataset: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_classes: int
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    vocabulary: int
+
+    @classmethod
+    def of(cls, data: ArrayDataset) -> Self:
+        """Return what a run with this data set expects."""
+        scales, classes = (data.mean, data.std), (data.num_classes, data.class_names)
+        example = data.kind, str(data.inputs.dtype), data.stored_shape
+        return cls(set_name(data.name), *example, *classes, *scales, data.vocabulary)
+
+    def to_text(self) -> str:
+        """Return the fields as JSON."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Read what `to_text` wrote. Raises TypeError for other fields."""
+        values: Any = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()
+        }
+        return cls(**values)
+
+
+def adopt(data: ArrayDataset, expected: Expected) -> ArrayDataset:
+    """Return a node's own data with the classes, the scale and the vocabulary of the run. Raises DatasetError.
+
+    Classes with names are found by them, in any order, and a node may have only some. Without names labels are numbers.
+    """
+    held = (data.kind, str(data.inputs.dtype), data.stored_shape)
+    wanted = (expected.kind, expected.dtype, expected.shape)
+    if held != wanted:
+        shown = [f"{kind} of {dtype} and shape {_shape(shape)}" for kind, dtype, shape in (held, wanted)]
+        raise DatasetError(
+            f"{OWN}, {set_name(data.name)}, hold {shown[0]}, and the run's, {expected.dataset}, {shown[1]}: prepare data "
+            "like those of the run (piecework own-data), or leave the node out"
+        )
+    if data.vocabulary > expected.vocabulary:
+        raise DatasetError(
+            f"{OWN}, {set_name(data.name)}, have tokens up to {data.vocabulary - 1}, and the run's, {expected.dataset}, "
+            f"up to {expected.vocabulary - 1}: number the words as the run's data do"
+        )
+    numbers = _class_numbers(data, expected)
+    return replace(
+        data,
+        labels=_renumber(data.labels, numbers),
+        test_labels=_renumber(data.test_labels, numbers),
+        num_classes=expected.num_classes,
+        class_names=expected.class_names,
+        mean=expected.mean,
+        std=expected.std,
+        vocabulary=expected.vocabulary,
+    )
+
+
+def _class_numbers(data: ArrayDataset, expected: Expected) -> Sequence[int]:
+    """Return the run's number of each class of the node."""
+    own, known = data.class_names, expected.class_names
+    if own and (known or not _are_numbers(own)):
+        unknown = sorted({*own} - {*known})
+        if unknown:
+            has = ", ".join(known[:10]) or f"numbers below {expected.num_classes} without names"
+            raise DatasetError(
+                f"{OWN}, {set_name(data.name)}, have a class {abbreviate(unknown[0])}, and the run's, {expected.dataset}, "
+                f"have {has}: name the classes as the run does"
+            )
+        place = {name: number for number, name in enumerate(known)}
+        return [place[name] for name in own]
+    numbers = [int(name) for name in own] if own else list(range(data.num_classes))
+    if max(numbers) >= expected.num_classes:
+        raise DatasetError(
+            f"{OWN}, {set_name(data.name)}, have labels up to {max(numbers)}, and the run's, {expected.dataset}, "
+            f"{expected.num_classes} classes, from 0: number the classes as the run does"
+        )
+    return numbers
+
+
+def _are_numbers(names: Sequence[str]) -> bool:
+    return all(name.isdecimal() and len(name) < 10 for name in names)
+
+
+def _renumber(labels: Ints, numbers: Sequence[int]) -> Ints:
+    if list(numbers) == list(range(len(numbers))):
+        return labels
+    found: NDArray[np.int64] = np.array(numbers, dtype=np.int64)[labels]
+    return found
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
