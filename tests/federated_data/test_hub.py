@@ -1,7 +1,6 @@
-"""Data sets of the Hugging Face hub: saved on disk by these tests, or in the cache of `datasets`."""
+"""Data sets of the Hugging Face hub: saved on disk by these tests, or on a server that answers as the hub."""
 
 import io
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
 from helpers import TRIO, run_local, tiny_settings
+from hub_server import serve
+from huggingface_hub import constants
 from PIL import Image as Picture
 
 from piecework import load as load_model
@@ -210,40 +211,51 @@ def test_a_folder_is_looked_for_in_data_dir_alone(tmp_path: Path, monkeypatch: p
             prepare(f"hub:{name}", data_dir=str(tmp_path / "other"), cache_dir=tmp_path / "cache")
 
 
-def test_without_download_only_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the library leaves it after a download: OWNER___NAME/CONFIG/VERSION/HASH."""
-    asked: list[object] = []
+CARD = b"""---
+configs:
+- config_name: small
+  data_files:
+  - split: train
+    path: train.parquet
+  - split: test
+    path: test.parquet
+---
+"""
 
-    def no_network(*arguments: object, **named: object) -> None:
-        asked.append(arguments)
-        raise AssertionError("a connection was tried")  # an OSError would be tried again, for 23 seconds
 
-    monkeypatch.setattr(socket.socket, "connect", no_network)
-    monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)  # this test reads parquet by the library
+def test_the_hub_is_asked_only_with_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)  # by another server
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    with pytest.raises(
-        DatasetError,
-        match=r"hub:who/what is no folder, and cannot be .*only what the cache of `datasets` holds is read without data.dow",
-    ):
-        read("who/what", tmp_path)
-    columns = {"x": [0.0, 1.0] * 5, "label": [0, 1] * 5}
-    Dataset.from_dict(columns).to_parquet(str(tmp_path / "rows.parquet"))
-    datasets.load_dataset("parquet", data_files=str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path / "made"))
-    (made,) = (tmp_path / "made" / "parquet").glob("*/*/*/")
-    target = tmp_path / "hf" / "who___what" / "small" / "0.0.0" / ("0" * 40)
-    target.parent.mkdir(parents=True)
-    made.rename(target)
-    info = target / "dataset_info.json"
-    info.write_text(info.read_text().replace('"config_name": "default"', '"config_name": "small"'))
-    for file in target.glob("parquet-*.arrow"):
-        file.rename(file.with_name(file.name.replace("parquet-", "what-")))
-    data = read("who/what:small", tmp_path)
-    assert (data.input_shape, data.num_classes, len(data.labels)) == ((1,), 2, 8)
-    for name in ("/no/such/folder", "a/b/c"):
-        with pytest.raises(DatasetError, match=r"no folder .*; write hub:<folder>"):
-            read(name, tmp_path)
-    assert not asked
-    with pytest.raises(DatasetError, match=r"^hub:who/other is no folder, .*: a connection was tried$"):
-        prepare("hub:who/other", data_dir="", cache_dir=tmp_path / "cache", download=True)
-    assert asked
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "files"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    files = {"README.md": CARD}
+    for part, rows in (("train", 10), ("test", 4)):
+        stream = io.BytesIO()
+        one_column("x", [0.0, 1.0] * (rows // 2)).to_parquet(stream)
+        files[f"{part}.parquet"] = stream.getvalue()
+    with serve("who/what", files) as (address, asked):
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+        def said(name: str, download: bool) -> str:
+            with pytest.raises(DatasetError) as caught:
+                prepare(f"hub:{name}", data_dir="", cache_dir=tmp_path / "cache", download=download)
+            return str(caught.value)
+
+        assert "only what the cache of `datasets` holds is read without data.download = true" in said("who/what", False)
+        assert not asked
+        path = prepare("hub:who/what:small", data_dir="", cache_dir=tmp_path / "cache", download=True)
+        assert any(each.endswith("/test.parquet") for each in asked)
+        data = load(path)
+        assert (data.input_shape, data.num_classes, len(data.labels), len(data.test_labels)) == ((1,), 2, 10, 4)
+        assert "who/else is no folder, and cannot be read as a name: DatasetNotFoundError" in said("who/else", True)
+        assert "who/what:large is no folder, and cannot be read as a name: ValueError: BuilderC" in said(
+            "who/what:large", True
+        )
+        del asked[:]
+        assert np.array_equal(read("who/what:small", tmp_path / "anew").inputs, data.inputs)
+        for name in ("/no/such/folder", "a/b/c"):
+            assert f"/{name.lstrip('/')}; write hub:<folder>, absolute or relative to data-dir" in said(name, False)
+        assert not asked
