@@ -114,7 +114,8 @@ def _build(kind: str, clients: int, seed: int, options: dict[str, Any], groups: 
     column = str(options.get("partition_by", "group" if name in NATURAL else "label"))
     if column not in ("label", "group") or (column == "group" and groups is None and "partition_by" in known):
         raise ValueError(
-            f"data.partition = {kind} divides by {column!r}: these data have label{'' if groups is None else ' and group'}"
+            f"data.partition = {kind} divides by {column!r}: these data have "
+            f"{'label; groups are group_train of npz data, or data.group-column' if groups is None else 'label and group'}"
         )
     given = {"num_partitions": clients, "seed": seed, "partition_by": column} | options
     if "distribution_array" in given:

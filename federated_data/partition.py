@@ -168,7 +168,10 @@ def natural(
     """
     labels = _check(labels, clients)
     if groups is None:
-        raise ValueError("data.partition = natural: these data have no groups; npz data have them as group_train")
+        raise ValueError(
+            "data.partition = natural: these data have no groups; npz data have them as group_train, and of a table or a hub's "
+            "data set data.group-column names them"
+        )
     known = np.unique(groups)
     wanted = clients * max(1, groups_per_client)
     if wanted > len(known):

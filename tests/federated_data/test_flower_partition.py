@@ -76,8 +76,11 @@ WRONG = {
     ("DirichletPartitioner", "alpha 1"): r"data.partition-options = 'alpha 1': .*; write NAME=VALUE with commas",
     ("DirichletPartitioner", ""): r"flwr:DirichletPartitioner, data.partition-options = \{\}: .*missing .* 'alpha'",
     ("DirichletPartitioner", "alpha=-1.0"): r"data.partition-options = \{'alpha': -1.0\}: ",
-    ("DirichletPartitioner", "alpha=1.0,partition_by='kind'"): r"divides by 'kind': these data have label$",
-    ("NaturalIdPartitioner", ""): r"divides by 'group': these data have label$",
+    (
+        "DirichletPartitioner",
+        "alpha=1.0,partition_by='kind'",
+    ): r"divides by 'kind': these data have label; groups are group_train of npz data, or",
+    ("NaturalIdPartitioner", ""): r"divides by 'group': these data have label; groups are group_train of npz data, or",
     ("SizePartitioner", "partition_sizes=[1,2]"): r"it makes 2 partitions for 4 clients",
     (
         "DirichletPartitioner",
