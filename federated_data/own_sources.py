@@ -19,6 +19,7 @@ from piecework.federated_data.sources import DatasetError, Source, hold_out, imp
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 _GROUPS = "group_train"
 MOST_CLASSES = 10**6  # as many as a plan takes
+LARGEST = 1e30  # feature: a model's file has no larger mean
 MOST_NAMED = 10  # members of a file that a message lists
 MOST_DEFLATED = 1032  # bytes that a byte of a compressed member can stand for at most
 # What zipfile, its decompressors, numpy's header and numpy itself raise for members that are not what they should be.
@@ -142,8 +143,10 @@ def _as_inputs(array: NDArray[Any], what: str) -> NDArray[Any]:
 def _as_vectors(array: NDArray[Any], what: str) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):
         vectors = array.astype(np.float32)
-    if array.size == 0 or not np.isfinite(vectors).all():
-        raise DatasetError(f"{what} has shape {array.shape} and values that are not finite, or none at all")
+    if array.size == 0 or not (np.abs(vectors) <= LARGEST).all():
+        raise DatasetError(
+            f"{what} has shape {array.shape} and values that are not finite, or beyond {LARGEST:g}, or none"
+        )
     return vectors
 
 

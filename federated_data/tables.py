@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from piecework.device_profiles.profile import available_memory
 from piecework.federated_data.columns import NO_COLUMNS, Columns
-from piecework.federated_data.own_sources import MOST_CLASSES
+from piecework.federated_data.own_sources import LARGEST, MOST_CLASSES
 from piecework.federated_data.sources import DatasetError, Ints, Source, hold_out, import_extra
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def _read(file: Path) -> "pandas.DataFrame":
             _require_header(file)
             found: pandas.DataFrame = reader.read_csv(file)
         else:
+            _require_room(file, room)
             found = reader.read_parquet(file)
     except DatasetError:
         raise
@@ -97,6 +98,16 @@ def _read(file: Path) -> "pandas.DataFrame":
     if not len(found):
         raise DatasetError(f"{file} has no rows")
     return found
+
+
+def _require_room(file: Path, room: int) -> None:
+    """Raise DatasetError for a parquet file with more values than fit here: a run of equal ones takes nearly no bytes of it."""
+    declared = import_extra("pyarrow.parquet", "table").read_metadata(file)
+    if (needed := 8 * declared.num_rows * declared.num_columns) > room:
+        raise DatasetError(
+            f"{file} has {declared.num_rows:,} rows of {declared.num_columns:,} columns, {needed:,} bytes, and {room:,} are "
+            "available"
+        )
 
 
 def _require_header(file: Path) -> None:
@@ -163,11 +174,11 @@ def features_of(frame: "pandas.DataFrame", names: list[str], file: Path | str) -
             )
         with np.errstate(over="ignore"):
             found[:, place] = column.to_numpy(dtype=np.float64, na_value=np.nan)
-        if len(wrong := np.flatnonzero(~np.isfinite(found[:, place]))):
+        if len(wrong := np.flatnonzero(~(np.abs(found[:, place]) <= LARGEST))):  # nor NaN
             row = int(wrong[0])
             raise DatasetError(
-                f"{file}: row {row + 1} has {name} = {column.iloc[row]}: fill missing values, and leave out what is no finite "
-                "number of 32 bits"
+                f"{file}: row {row + 1} has {name} = {column.iloc[row]}: fill missing values, and leave out what is no number "
+                f"up to {LARGEST:g}"
             )
     return found
 

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import takewhile
@@ -80,8 +81,7 @@ def _whole_cut(source: Source) -> Cut:
         root = make(source).eval()
     require_state(root, source)
     require_freed(root, source)
-    first = next((layer for layer in root.modules() if isinstance(layer, nn.Embedding)), None)
-    vocabulary = first.num_embeddings if first is not None and len(source.input_shape) == 1 else 0
+    vocabulary = _vocabulary(root, source)
     reason, positions, nodes = "", list[int](), list[fx.Node]()
     try:
         graph = record_calls(root)
@@ -180,6 +180,29 @@ def _join_classifier(
     behind = {str(node.target) for node in nodes[maps[-1] + 1 :] if node.op == "call_module"}
     light = sum(p.numel() for target in behind for p in modules[target].parameters())
     return maps if light <= sum(p.numel() for p in root.parameters()) / 2 else positions
+
+
+def _vocabulary(root: nn.Module, source: Source) -> int:
+    """Return the size of a module's first embedding if the module reads tokens, else 0.
+
+    It does not if another layer with weights would get whole numbers: torch does not mind that in tensors without values.
+    """
+    first = next((layer for layer in root.modules() if isinstance(layer, nn.Embedding)), None)
+    if first is None or len(source.input_shape) != 1:
+        return 0
+    strange = list[nn.Module]()
+
+    def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point():
+            strange.append(layer)
+
+    others = [layer for layer in root.modules() if hasattr(layer, "weight") and not isinstance(layer, nn.Embedding)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in others]
+    with suppress(ValueError):  # it is raised again where the calls are recorded
+        _logits(root, source, first.num_embeddings)
+    for hook in hooks:
+        hook.remove()
+    return 0 if strange else first.num_embeddings
 
 
 def _run(module: fx.GraphModule, source: Source, vocabulary: int) -> dict[fx.Node, Any]:

@@ -11,6 +11,7 @@ from helpers import TRIO, clients_of, fleet_json, run_local
 from piecework.federated_data.columns import Columns
 from piecework.federated_data.datasets import ArrayDataset, DatasetError, load, prepare
 from piecework.models.trained_model import load_model
+from piecework.models.zoo import build_blueprint
 
 ROWS = 120
 
@@ -103,7 +104,8 @@ WRONG = {
     "a,label\n0,x\n1,\n": "row 2 has no 'label': fill it or drop it",
     "a,label\nred,0\n": "column 'a' holds 'red', which is no number: drop it, or encode it",
     "a,label\n1,0\n,1\n": "row 2 has a = nan: fill missing values",
-    "a,label\n1e39,0\n": "row 1 has a = 1e.39: fill missing values, and leave out what is no finite number of 32 bits",
+    "a,label\n1e39,0\n": "row 1 has a = 1e.39: fill missing values, and leave out what is no number up to 1e.30",
+    "a,label\n1e30,0\n-2e30,1\n": "row 2 has a = -2e.30: fill missing values",
     "a,label\n1,0\n1,2,3\n": "cannot be read as a table: Error tokenizing data",
     "a,label\n1,0\n": "1 examples are too few to hold out a test set",
     "a,label,group\n1,0,\n": "row 1 has no 'group'",
@@ -143,6 +145,50 @@ def test_what_is_wrong_with_files(tmp_path: Path) -> None:
             read(folder, tmp_path)
 
 
+def test_a_parquet_file_that_would_not_fit_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million equal values take some hundred bytes of the file."""
+    file = tmp_path / "ones.parquet"
+    pandas.DataFrame({"a": np.ones(10**6), "label": 1}).to_parquet(file)
+    assert file.stat().st_size < 10**5
+    monkeypatch.setattr("piecework.federated_data.tables.available_memory", lambda: 10**6)
+    with pytest.raises(
+        DatasetError, match=r"has 1,000,000 rows of 2 columns, 16,000,000 bytes, and 1,000,000 are available"
+    ):
+        read(file, tmp_path)
+
+
+def test_a_torch_module_reads_tokens_only_if_no_other_layer_gets_them(tmp_path: Path) -> None:
+    """A table's whole numbers may enter an embedding beside a linear layer, which gets the other features."""
+    (tmp_path / "both_nets.py").write_text(BOTH_NETS, encoding="utf-8")
+    found = {}
+    for name in ("tabular", "text"):
+        blueprint = build_blueprint(f"{tmp_path / 'both_nets.py'}:{name}", num_classes=2, input_shape=(3,))
+        found[name] = blueprint.reads, blueprint.vocabulary
+    assert found == {"tabular": ("feature vectors", 0), "text": ("tokens", 9)}
+
+
+BOTH_NETS = """
+import torch
+from torch import nn
+
+
+class Tabular(nn.Module):
+    def __init__(self, classes, features):
+        super().__init__()
+        self.kind, self.rest = nn.Embedding(9, 4), nn.Linear(features - 1, 4)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.kind(x[:, 0].long()), self.rest(x[:, 1:])], 1))
+
+
+def tabular(num_classes, input_shape):
+    return Tabular(num_classes, input_shape[0])
+
+
+def text(num_classes, input_shape):
+    return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(4 * input_shape[0], num_classes))
+"""
 OWN = Path(__file__).parents[1] / "models" / "own_modules.py"
 
 
