@@ -161,7 +161,8 @@ def _require_shape(name: str, shape: Shape) -> None:
         return
     kind, expected, axes = ("tokens", "(length,)", 1) if is_token_model(name) else ("images", "(C, H, W)", 3)
     if len(shape) != axes or min(shape) < 1:
-        raise ValueError(f"{name} reads {kind}: expected an input shape of {expected}, got {shape}")
+        others = "; mlp reads feature vectors, lstm-imdb tokens" if axes == 3 and len(shape) == 1 else ""
+        raise ValueError(f"{name} reads {kind}: expected an input shape of {expected}, got {shape}{others}")
 
 
 def _convert_options(name: str, options: Mapping[str, str | int]) -> dict[str, str | int]:

@@ -322,7 +322,10 @@ def test_bad_requests_say_what_is_allowed():
     assert message("lstm-imdb", (3, 32, 32)) == (
         "lstm-imdb reads tokens: expected an input shape of (length,), got (3, 32, 32)"
     )
-    assert message("vit", (500,)) == "vit reads images: expected an input shape of (C, H, W), got (500,)"
+    assert (
+        message("vit", (500,))
+        == "vit reads images: expected an input shape of (C, H, W), got (500,); mlp reads feature vectors, lstm-imdb tokens"
+    )
     assert message("lstm-imdb", (0,)).endswith("expected an input shape of (length,), got (0,)")
     assert message("vit", patch="big") == "patch = 'big' is not known: vit needs a whole number there"
     assert message("vit", depth="0") == "depth = 0 is not allowed: use a whole number from 1"
