@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LABELS = ("label", "target", "class", "y")  # names of the column with the classes, of which a table has one
 GROUP = "group"
 SUFFIXES = (".csv", ".parquet")
+EXACT = 2**53  # from which on floats skip whole numbers
 SHOWN = 8  # columns in a message
 
 
@@ -113,7 +114,12 @@ def _require_room(file: Path, room: int) -> None:
 def _require_header(file: Path) -> None:
     """Raise DatasetError for a column without a name, or with another one's, which pandas would rename."""
     with file.open(encoding="utf-8", newline="") as stream:
-        names = [name.strip() for name in next(csv.reader(stream), [])]
+        rows = csv.reader(stream)
+        names, first = [name.strip() for name in next(rows, [])], next(rows, [])
+    if len(first) > len(names):
+        raise DatasetError(
+            f"{file}: row 1 has {len(first)} values, and the header {len(names)} columns: name each column"
+        )
     if "" in names:
         raise DatasetError(
             f"{file}: column {names.index('') + 1} has no name, as pandas writes an index: write the file with index=False"
@@ -151,6 +157,8 @@ def classes_of(column: "pandas.Series[Any]", file: Path | str) -> NDArray[Any]:
         )
     values = column.to_numpy()
     if values.dtype.kind == "f":
+        if len(wrong := np.flatnonzero(~(np.abs(values) < EXACT))):
+            raise DatasetError(f"{file}: row {wrong[0] + 1} has the class {values[wrong[0]]}, which is no whole number")
         if not (values == np.round(values)).all():
             odd = values[values != np.round(values)][0]
             raise DatasetError(

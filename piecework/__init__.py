@@ -60,6 +60,8 @@ def load(path: str | Path, *, normalise: bool = True, into: "nn.Module | None" =
     exist, cannot be read, or does not fit the module.
     """
     if into is not None:
+        if not normalise:
+            raise ValueError("into=module gives back your own module, which scales nothing: leave normalise out")
         from piecework.models.imported.own_names import fill_module
 
         return fill_module(into, Path(path))

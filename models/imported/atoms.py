@@ -24,7 +24,7 @@ from piecework.models.imported.boundaries import choose, is_weighted
 from piecework.models.imported.graph import UntraceableError, as_module, record_calls
 from piecework.models.imported.module import Source, make, require_freed, require_state
 from piecework.models.imported.narrow import kept_channels, narrow
-from piecework.models.imported.objects import code_of, is_object
+from piecework.models.imported.objects import code_of, is_object, require_trainable
 from piecework.models.imported.source import find_make, is_own
 from piecework.models.layers import narrowing, scale_channels
 
@@ -81,6 +81,7 @@ def _whole_cut(source: Source) -> Cut:
         root = make(source).eval()
     require_state(root, source)
     require_freed(root, source)
+    require_trainable(root, source.name)
     vocabulary = _vocabulary(root, source)
     reason, positions, nodes = "", list[int](), list[fx.Node]()
     try:

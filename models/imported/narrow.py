@@ -42,6 +42,8 @@ def narrow(module: nn.Module, axes: Mapping[str, Axes], kept: Channels) -> None:
                 if array is None:
                     continue
                 full = f"{path}.{name}" if path else name
+                if full not in axes:
+                    raise ValueError(f"{full} is shared with another layer, and shared channels are not followed")
                 sizes[name] = [
                     size if axis is None else axis.outer * kept[axis.group] * axis.inner
                     for axis, size in zip(axes[full], array.shape, strict=True)

@@ -21,6 +21,8 @@ def fill_module(module: nn.Module, path: Path) -> nn.Module:
 
     Raises ModelFileError if the run's model was of this project, or has other arrays than the module, which keeps its weights.
     """
+    if not isinstance(module, nn.Module):
+        raise ModelFileError(f"into = {module!r:.100}: expected an nn.Module, to which the weights are given")
     file = find_file(path)
     described = description(file).get("model")
     name = described.get("name") if isinstance(described, dict) else None

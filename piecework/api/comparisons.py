@@ -68,5 +68,7 @@ def compare(*runs: Run | str | Path) -> Comparison:
         raise ValueError(
             "piecework.compare() was given no runs: give runs, their folders, or a folder in which they are"
         )
+    if wrong := [run for run in runs if not isinstance(run, Run | str | Path)]:
+        raise ValueError(f"piecework.compare({wrong[0]!r:.100}): expected runs, or their folders, one after another")
     paths = [run.path if isinstance(run, Run) else Path(run) for run in runs]
     return Comparison(group_runs(chain.from_iterable(map(runs_at, paths))))

@@ -17,10 +17,12 @@ def read_keywords(settings: Values | None, keywords: Values) -> dict[str, Scalar
     `"training.batch-size"` of a mapping. A list or a tuple is joined by commas, and a path is text. A module (`model=net`) is
     given a name that this process knows. Raises SettingsError for a value of another type, or one that is given twice.
     """
+    if settings is not None and not isinstance(settings, Mapping):
+        raise SettingsError(f"{settings!r:.100}: settings are keywords, or a mapping from their keys")
     found: dict[str, Scalar] = {}
     for key, value in [*_flatten(settings or {}), *_flatten(keywords)]:
         read = _read_value(key, value)
-        if found.get(key, read) != read:
+        if key in found and (type(found[key]), found[key]) != (type(read), read):
             raise SettingsError(f"{key} = {found[key]!r} contradicts {key} = {read!r}: give one of them")
         found[key] = read
     return found
@@ -37,6 +39,8 @@ def _flatten(values: Values, table: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _read_value(key: str, value: Any) -> Scalar:
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -45,9 +49,11 @@ def _read_value(key: str, value: Any) -> Scalar:
         return ",".join(map(str, value))
     if key == "model" and (named := _name_module(value)):
         return named
+    if key == "model":
+        raise SettingsError(f"model = {value!r:.100}: expected a name or an nn.Module, not its class or a function")
     raise SettingsError(
-        f"{key} = {value!r:.100}: a {type(value).__name__} is no setting; expected text, a number, True or False, a list of "
-        "these, or a mapping of a table's settings"
+        f"{key} = {value!r:.100}: {type(value).__name__} is no type of a setting; expected text, a number, True or False, a "
+        "list of these, or a mapping of a table's settings"
     )
 
 

@@ -178,11 +178,30 @@ def suggest(
 QUESTION = ("input_shape", "classes", "examples", "budget", "precision", "attack_steps")
 
 
+def _require_type(key: str, value: Any) -> None:
+    """Raise SettingsError for a value that an argument of a plan does not take."""
+    if key == "input_shape":
+        good = isinstance(value, str) or (
+            isinstance(value, list | tuple) and all(isinstance(each, int) for each in value)
+        )
+        expected = "a tuple of numbers, or text as 3x224x224"
+    elif key in ("budget", "precision"):
+        good, expected = isinstance(value, str), "text"
+    else:
+        least = 0 if key == "attack_steps" else 1
+        good = value is None or (isinstance(value, int) and value >= least)
+        expected = f"a whole number from {least}"
+    if not good:
+        raise SettingsError(f"{key} = {value!r:.100}: expected {expected}")
+
+
 def read_question(
     settings: Values | None, preset: str | Path, keywords: dict[str, Any]
 ) -> tuple[Settings, "PlanQuestion"]:
     """Return settings and the question of a plan. Raises ValueError."""
     asked = {key: keywords.pop(key) for key in QUESTION if key in keywords}
+    for key, value in asked.items():
+        _require_type(key, value)
     named = read_keywords(settings, keywords)
     chosen = settings_from(str(preset), [], named=named)
     return chosen, ask_about(chosen, named, preset=str(preset), **asked)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from piecework.api.frames import choose_rows, make_frame
 from piecework.api.keywords import Values, read_keywords
 from piecework.engines.processes import Connection
-from piecework.training.settings import Scalar, Settings
+from piecework.training.settings import Scalar, Settings, SettingsError
 
 if TYPE_CHECKING:
     import pandas
@@ -191,7 +191,7 @@ def run(
     preset: str | Path = "",
     restarts: int = 0,
     superlink: str = "",
-    root_certificates: Path | None = None,
+    root_certificates: str | Path | None = None,
     insecure: bool = False,
     progress: bool = True,
     **keywords: Any,
@@ -211,8 +211,11 @@ def run(
     from piecework.commands.options import connection_to, settings_from
     from piecework.report.notebook import choose_progress
 
+    if not isinstance(restarts, int) or restarts < 0:
+        raise SettingsError(f"restarts = {restarts!r}: expected a number of times, 0 or more")
     values = read_keywords(settings, keywords)
-    connection = connection_to(superlink, root_certificates, insecure)
+    certificate = None if root_certificates is None else Path(root_certificates)
+    connection = connection_to(superlink, certificate, insecure)
     chosen = settings_from(str(preset), [], named=values, there=bool(connection))
     outcome = carry_out(chosen, choose_progress(chosen.num_rounds, progress), restarts, connection)
     if outcome.signal is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+import numpy as np
 import pytest
 import torch
 from helpers import TINY, few_digits, fleet_json
@@ -79,7 +80,7 @@ def test_settings_are_keywords_or_a_mapping() -> None:
     }
     with pytest.raises(SettingsError, match="num-rounds = 2 contradicts num-rounds = 3: give one of them"):
         read_keywords({"num-rounds": 2}, {"rounds": 3})
-    with pytest.raises(SettingsError, match=r"fleet = \{1\}: a set is no setting; expected text, a number"):
+    with pytest.raises(SettingsError, match=r"fleet = \{1\}: set is no type of a setting; expected text, a number"):
         read_keywords({}, {"fleet": {1}})
     with pytest.raises(SettingsError, match="unknown setting 'num-rouns': did you mean 'num-rounds'"):
         piecework.plan(num_rouns=3)
@@ -91,6 +92,66 @@ def test_importing_the_package_loads_neither_torch_nor_pandas() -> None:
     assert done.stdout.split("\n")[0] == "[] True"
     with pytest.raises(AttributeError, match="module 'piecework' has no attribute 'rum'"):
         _ = piecework.rum  # type: ignore[attr-defined]
+
+
+class Scaled(Net):
+    """Net with a factor, which the recorded calls hold."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_modules_that_compute_otherwise_have_other_names() -> None:
+    def closed(factor: float) -> nn.Module:
+        net = Net()
+        net.act = lambda z: z * factor  # type: ignore[assignment]
+        return net
+
+    hooked, frozen = Net(), Net()
+    hooked.two.register_forward_hook(lambda layer, args, out: out * 0)
+    frozen.one.weight.requires_grad_(False)
+    modules = [Scaled(1.0), Scaled(0.0), Net(), hooked, frozen, closed(1.0), closed(2.0), Net(8)]
+    assert len({objects.name_object(module) for module in modules}) == len(modules)
+    assert objects.name_object(Scaled(1.0)) == objects.name_object(Scaled(1.0))
+
+
+def test_modules_that_cannot_be_trained_are_refused() -> None:
+    whole, frozen = Net(), Net().requires_grad_(False)
+    whole.register_forward_hook(lambda *_: None)
+    for module, said in (
+        (Net().double(), "one.weight is torch.float64: parameters are float32"),
+        (nn.Sequential(nn.LazyLinear(10)), "0.weight has no shape yet: pass an example through"),
+        (frozen, "has no parameter to train"),
+        (whole, "has hooks on the whole module"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            piecework.plan(model=module, dataset="digits")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"input_shape": 28, "classes": 10}, "input_shape = 28: expected a tuple of numbers"),
+        ({"classes": "ten"}, "classes = 'ten': expected a whole number from 1"),
+        ({"budget": 60_000_000}, "budget = 60000000: expected text"),
+        ({"examples": -3}, "examples = -3: expected a whole number from 1"),
+        ({"model": nn.Linear}, "expected a name or an nn.Module, not its class or a function"),
+    ],
+)
+def test_arguments_of_other_types_are_named(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        piecework.plan(asked.pop("settings", None), **asked)
+    with pytest.raises(SettingsError, match="'lenet5': settings are keywords, or a mapping"):
+        piecework.plan("lenet5")  # type: ignore[arg-type]
+    assert read_keywords({}, {"rounds": np.int64(2)}) == {"num-rounds": 2}
+    with pytest.raises(SettingsError, match="restarts = -1: expected a number of times"):
+        piecework.run(restarts=-1)
+    with pytest.raises(ValueError, match=r"piecework\.compare\(\['a'\]\): expected runs"):
+        piecework.compare(["a"])  # type: ignore[arg-type]
 
 
 # ---- plans

@@ -108,6 +108,8 @@ WRONG = {
     "a,label\n1e30,0\n-2e30,1\n": "row 2 has a = -2e.30: fill missing values",
     "a,label\n1,0\n1,2,3\n": "cannot be read as a table: Error tokenizing data",
     "a,label\n1,0\n": "1 examples are too few to hold out a test set",
+    "a,label\n1,2,0\n3,4,1\n": "row 1 has 3 values, and the header 2 columns: name each column",
+    "a,label\n1,0\n2,inf\n": "row 2 has the class inf, which is no whole number",
     "a,label,group\n1,0,\n": "row 1 has no 'group'",
 }
 
