@@ -253,3 +253,9 @@ def arguments(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
 def vector(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
     (features,) = input_shape
     return nn.Sequential(nn.Linear(features, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, num_classes))
+
+
+def shared(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    layers = [nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, num_classes)]
+    layers[3].weight = layers[1].weight
+    return nn.Sequential(*layers)

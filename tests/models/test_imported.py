@@ -275,6 +275,11 @@ def test_half_of_its_channels_by_hand() -> None:
     assert [atom.shape for atom in small.atoms] == [(4, 4, 4)] * 3
 
 
+def test_shared_weights_are_named_where_they_stop_a_narrow_model() -> None:
+    with pytest.raises(ValueError, match=r"cannot be cut by width: .*weight is shared with another layer"):
+        build_blueprint(name_of("shared"), num_classes=10, input_shape=DIGIT, width=0.5)
+
+
 def test_channels_that_cannot_be_followed_are_named() -> None:
     with pytest.raises(ValueError, match="cannot be cut by width: in atom 'conv_proj', channels cannot be followed"):
         build_blueprint("torchvision:vit_b_16", num_classes=10, input_shape=(3, 32, 32), width=0.5)
