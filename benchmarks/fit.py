@@ -11,10 +11,10 @@ which papers run the model. Batch norms keep running statistics.
 
 import argparse
 import time
-from dataclasses import replace
 
 import torch
 
+from piecework.models.step import with_step
 from piecework.models.zoo import build_blueprint, is_token_model, usual_input
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.cut import Cut
@@ -97,7 +97,7 @@ def finest(costs: CostModel, strategy: str, settings: Settings) -> Cut:
 
 def step_seconds(costs: CostModel, part: Part) -> float:
     """Return the seconds of the fastest of some steps."""
-    training_config = replace(costs.training_config, micro_batch=part.micro_batch, recompute=part.recompute)
+    training_config = with_step(costs.training_config, part)
     pieces = [part.piece_class(part.blueprint, part.atoms, part.head, part.blueprint.build_unit)]
     loss, optimiser = start(pieces, training_config, part.make_loss)
     z, y = fake_examples(pieces[0], training_config.batch_size, targets=part.targets)

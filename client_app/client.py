@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import nn
 from piecework.client_app.store import FeatureWriter, Store
 from piecework.federated_data.datasets import ArrayDataset
 from piecework.models.cascade import Blueprint, fit_features
+from piecework.models.step import with_step
 from piecework.models.work_item import WorkItem
 from piecework.training.accelerator import CPU
 from piecework.training.answers import Metrics
@@ -81,7 +82,7 @@ class Client:
 
     def config_of(self, item: WorkItem) -> TrainingConfig:
         """Return the training config with the step of a work item."""
-        return replace(self.training_config, micro_batch=item.micro_batch, recompute=item.recompute)
+        return with_step(self.training_config, item)
 
     def evaluate(self, logits: Callable[[torch.Tensor], torch.Tensor], examples: Examples, at_once: int = 0) -> Metrics:
         """Return loss, accuracy and number of examples for a function that computes logits; no metrics without examples.

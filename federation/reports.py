@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import Message
@@ -10,6 +10,7 @@ from flwr.app import Message
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import UpdateRejectedError
 from piecework.federation.faults import status_of
+from piecework.models.step import Step, with_step
 from piecework.models.work_item import WorkItem
 from piecework.planning.counts import bits, dense_flops
 from piecework.planning.cut import Cut
@@ -134,7 +135,7 @@ class ClientReport:
         self.step = "; ".join(dict.fromkeys(filter(None, (part.step for part in parts))))
         self.flops = work_flops(cost_model, parts, seen, executed)
         if self.step:
-            plain = [replace(part, micro_batch=0, recompute=()) for part in parts]
+            plain = [with_step(part, Step()) for part in parts]
             self.step_flops = self.flops / work_flops(cost_model, plain, seen, executed)
         self.counted_bits = bits(*cut.traffic(parts).values)
         dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))

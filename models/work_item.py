@@ -1,15 +1,16 @@
 """Work items: strategies ask for them, costs are listed by them, and updates name those that were done."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 from pydantic import FailFast, InstanceOf, TypeAdapter
 
 from piecework.models.kinds import Kinds, flat
 from piecework.models.partition import Piece
+from piecework.models.step import Step, with_step
 from piecework.models.variant import Variant
 
-SHARED = ("atoms", "head", "variant", "learns", "measured", "micro_batch", "recompute")
+SHARED = ("atoms", "head", "variant", "learns", "measured", *(field.name for field in fields(Step)))
 
 
 class Mode:
@@ -17,7 +18,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class WorkItem:
+class WorkItem(Step):
     """Atoms of a network that are held at once with a head; they are trained unless a field says otherwise."""
 
     atoms: Annotated[Piece, FailFast()]  # without any, the item is the head alone
@@ -26,22 +27,11 @@ class WorkItem:
     mode: InstanceOf[Mode] | None = None  # the method's own
     learns: Annotated[Piece, FailFast()] = ()  # the atoms that learn while the others are only held; none = all
     measured: bool = False  # nothing is trained: batch norms measure statistics, one atom after another
-    micro_batch: int = 0  # examples that a step computes at once; 0 = its batch
-    # segments, positions [first, last) in `atoms`, that a step runs again in its backward pass
-    recompute: Annotated[tuple[tuple[int, int], ...], FailFast()] = ()
-
-    @property
-    def step(self) -> str:
-        """How a step fits, in words; empty for the plain step."""
-        sliced = [f"micro-batches of {self.micro_batch}"] if self.micro_batch else []
-        count = sum(last - first for first, last in self.recompute)
-        again = [f"recomputes {count} atom{'s' if count > 1 else ''}"] if count else []
-        return ", ".join(sliced + again)
 
     @property
     def plain(self) -> "WorkItem":
         """The item with the plain step."""
-        return replace(self, micro_batch=0, recompute=())
+        return with_step(self, Step())
 
     def to_values(self) -> dict[str, Any]:
         """Return the atoms, and the other fields that differ from their defaults, as JSON values."""

@@ -16,6 +16,7 @@ from piecework.device_profiles.trace_cache import recall
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import unit_signature
 from piecework.models.partition import Piece
+from piecework.models.step import Step, step_of, with_step
 from piecework.planning.fit import cheapest, smallest
 from piecework.planning.paper_memory import MEMORY_MODELS, MemoryModel
 from piecework.planning.part import Part, whole_model
@@ -23,7 +24,7 @@ from piecework.planning.step_cost import piece_cost, stream_cost
 from piecework.training.attacks import Attack, Norm
 from piecework.training.settings import Settings
 from piecework.training.setup import training_config_for
-from piecework.training.sgd import Precision, Segment, TrainingConfig
+from piecework.training.sgd import Precision, TrainingConfig
 
 _TRACED: dict[Hashable, StepCost] = {}
 _EVALUATED: dict[Hashable, int] = {}
@@ -75,7 +76,7 @@ class CostModel:
         self.training_config, self.memory_model, self.reference = training_config, memory_model, reference
         self.feature_norm, self.frozen_training, self.ways = feature_norm, frozen_training, tuple(ways)
         self.rounded = rounded
-        self._steps: dict[Hashable, tuple[int, tuple[Segment, ...]]] = {}
+        self._steps: dict[Hashable, Step] = {}
         self._by_paper: dict[Hashable, int] = {}
 
     def trace(self, part: Part) -> StepCost:
@@ -127,8 +128,7 @@ class CostModel:
 
     def _config_of(self, part: Part) -> TrainingConfig:
         own = self.training_config
-        if (own.micro_batch, own.recompute) != (part.micro_batch, part.recompute):
-            own = replace(own, micro_batch=part.micro_batch, recompute=part.recompute)
+        own = with_step(own, part)
         if own.attack is None:
             return own
         if part.clean:
@@ -153,9 +153,8 @@ class CostModel:
         if key not in self._steps:
             found = cheapest(self, part, allowed, ways) if allowed else smallest(self, part, ways)
             found = found or self.fit_part(part, 0)
-            self._steps[key] = found.micro_batch, found.recompute
-        micro_batch, recompute = self._steps[key]
-        return replace(part, micro_batch=micro_batch, recompute=recompute)
+            self._steps[key] = step_of(found)
+        return with_step(part, self._steps[key])
 
     @cached_property
     def unattacked(self) -> "CostModel":

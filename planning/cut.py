@@ -4,7 +4,7 @@ Each method's cut is in the file of the method or next to it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, final
 
@@ -12,6 +12,7 @@ from piecework.device_profiles.profile import allowance
 from piecework.models.cascade import Blueprint, has_statistics
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.partition import Piece
+from piecework.models.step import with_step
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
@@ -136,8 +137,7 @@ class Cut:
 
     def _fit_item(self, item: WorkItem, allowed: int) -> WorkItem:
         """Return the item with the step for a device that may use `allowed` bytes: the smallest if none fits."""
-        part = self._fit_part(item, allowed)
-        return replace(item, micro_batch=part.micro_batch, recompute=part.recompute)
+        return with_step(item, self._fit_part(item, allowed))
 
     def _fit_part(self, item: WorkItem, allowed: int) -> Part:
         return self.cost_model.fit_part(self.part(item), allowed)
@@ -166,7 +166,7 @@ class Cut:
         """Return the part that a work item trains, with the step that it names: that of `plain_part`, made once."""
         if item not in self._made:
             own = self.plain_part(item.plain)
-            self._made[item] = replace(own, micro_batch=item.micro_batch, recompute=item.recompute)
+            self._made[item] = with_step(own, item)
         return self._made[item]
 
     def plain_part(self, item: WorkItem) -> Part:

@@ -12,10 +12,11 @@ from piecework.device_profiles.memory import StepCost
 from piecework.device_profiles.trace_cache import recall
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.static_norms import mixes_examples
+from piecework.models.step import Segment
 from piecework.planning.part import Part
 from piecework.planning.step_cost import ActivationProfile, activation_profile
 from piecework.training.settings.shared import WAYS
-from piecework.training.sgd import Segment, TrainingConfig
+from piecework.training.sgd import TrainingConfig
 
 _PROFILES: dict[Hashable, ActivationProfile] = {}
 ATTEMPTS = 8  # traces of one search; the profile has been off by a few buffers at most

@@ -8,15 +8,14 @@ from math import prod
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import input_of, layer_statistics, unit_signature
 from piecework.models.partition import Piece
-from piecework.models.work_item import WorkItem
+from piecework.models.step import Step, step_of
 from piecework.training.loop import MakeLoss, PieceModel, single_loss
-from piecework.training.sgd import Segment
 
 OUTPUT_LAYER_NAME = "the output layer"  # of a part without atoms
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Step):
     """The atoms of a model, or none, and the head that a device holds at once while it trains."""
 
     blueprint: Blueprint
@@ -29,10 +28,6 @@ class Part:
     piece_class: type[PieceModel] = PieceModel  # runs the part
     clean: bool = False  # it trains on clean examples even if the run's step is adversarial
     learns: tuple[str, ...] = ()  # the units that learn; none = all
-    micro_batch: int = 0  # examples that a step computes at once; 0 = its batch
-    recompute: tuple[
-        Segment, ...
-    ] = ()  # segments of atoms that a step runs again in its backward pass (planning/fit.py)
     channels: float = 1.0  # over all rounds, clients with such parts train at most this fraction of a layer's channels
     covers: tuple[str, ...] | None = (
         None  # units of the run's own model that training changes, if not the `learned` ones
@@ -54,11 +49,6 @@ class Part:
     def units(self) -> list[str]:
         """The units of one copy, the head last."""
         return [*(f"atoms.{atom}" for atom in self.atoms), self.head]
-
-    @property
-    def step(self) -> str:
-        """How a step fits, in words; empty for the plain step."""
-        return WorkItem(self.atoms, micro_batch=self.micro_batch, recompute=self.recompute).step
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -123,7 +113,7 @@ class Part:
     def signature(self) -> Hashable:
         """Return a key that is equal for parts of the same construction and input shape, which have equal costs."""
         units = tuple(unit_signature(self.blueprint, unit) for unit in self.units)
-        step = self.make_loss, self.targets, self.piece_class, self.clean, self.micro_batch, self.recompute
+        step = self.make_loss, self.targets, self.piece_class, self.clean, step_of(self)
         return units, self.copies, *step
 
 

@@ -17,13 +17,14 @@ from torch.nn import functional as F
 from piecework.models.cascade import Blueprint, fit_features, isolate_rng, run_atoms, unset_weights
 from piecework.models.recompute import recompute
 from piecework.models.static_norms import count_first_alike
+from piecework.models.step import Segment
 from piecework.training.accelerator import CPU, release_cache
 from piecework.training.adam import OPTIMISERS
 from piecework.training.attacks import Attack, Gradient, Loss, Parts, by_backward, micro_batches, pgd, whole
 from piecework.training.examples import Examples, batches
 from piecework.training.memory_cap import MemoryCap, return_free_memory
 from piecework.training.settings.shared import WAYS
-from piecework.training.sgd import SGD, Segment, TrainingConfig
+from piecework.training.sgd import SGD, TrainingConfig
 
 Load = Callable[[str], nn.Module]
 

@@ -10,15 +10,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from piecework.models.step import Step
 from piecework.training.attacks import Attack
 
 Precision = Literal["float32", "bfloat16"]
 Optimiser = Literal["sgd", "adam", "adamw"]
-Segment = tuple[int, int]  # positions [first, last) in a piece's atoms
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Step):
     """The parameters of local training. `momentum` of SGD is in [0, 1). With `attack`, training is adversarial.
 
     Training takes `iterations` batches, or `epochs` epochs if `iterations` is 0. If the gradient of all parameters is longer
@@ -26,9 +26,7 @@ class TrainingConfig:
     torch.autocast: activations take half the memory; weights, their gradients and losses stay float32.
 
     `optimiser_state` is the precision in which momentum is kept between steps.
-
-    A step computes `micro_batch` > 0 examples of its batch at once, and adds up their gradients. It keeps no activations of the
-    segments of atoms in `recompute`, whose forward pass runs again in the backward pass.
+    How a step fits into little memory is a `Step`.
     """
 
     lr: float
@@ -40,8 +38,6 @@ class TrainingConfig:
     attack: Attack | None = None
     precision: Precision = "float32"
     clip_norm: float = 0.0
-    micro_batch: int = 0
-    recompute: tuple[Segment, ...] = ()
     optimiser_state: Precision = "float32"
     optimiser: Optimiser = "sgd"
 

@@ -9,6 +9,7 @@ import pytest
 from helpers import TRIO, a_training_config, fleet_json, model_of, run_local, same
 from zoo_helpers import blueprint_of
 
+from piecework.models.step import Segment
 from piecework.planning.costs import CostModel
 from piecework.planning.fit import cheapest, fewest_flops, slices, smallest
 from piecework.planning.part import Part, whole_model
@@ -16,7 +17,6 @@ from piecework.planning.step_cost import ActivationProfile
 from piecework.report.display import step_rows
 from piecework.report.run_page import write_report
 from piecework.training.settings import Settings
-from piecework.training.sgd import Segment
 
 BOTH = ("recompute", "micro-batch")
 
