@@ -5,7 +5,9 @@ message or a file can have no module imported that the owner of this machine has
 package has the plugins because data sets, models and methods all look here.
 """
 
-from collections.abc import Collection, Mapping
+import signal
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -25,6 +27,10 @@ class PluginError(ValueError):
     """A name stands for two things, or what stands behind it cannot be imported. The message names the packages."""
 
 
+class EndedProcessError(RuntimeError):
+    """Code of a user's or of a package's asked to end the process that it runs in."""
+
+
 @dataclass(frozen=True)
 class Plugin:
     """What a package registers: its `name` among those of a kind, the `package` with its `version`, and where it lies."""
@@ -40,6 +46,24 @@ class Plugin:
     def requirement(self) -> str:
         """The package as pip takes it."""
         return f"{self.package}=={self.version}"
+
+
+@contextmanager
+def refuse_exit() -> Iterator[None]:
+    """Turn sys.exit() of code that is not ours into EndedProcessError, which is treated as its other failures are.
+
+    The SystemExit of a signal's handler that interrupts this code passes: it is the user who ends the run.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()}
+        frame = error.__traceback__
+        while frame is not None:
+            if frame.tb_frame.f_code in handlers:
+                raise
+            frame = frame.tb_next
+        raise EndedProcessError(f"it calls sys.exit({error.code!r}), which would end this process") from error
 
 
 @cache
@@ -81,7 +105,8 @@ def load_plugin(kind: str, name: str) -> Any:
             + did_you_mean(name, list_plugins(kind))
         )
     try:
-        return plugin.point.load()
+        with refuse_exit():
+            return plugin.point.load()
     except Exception as error:  # whatever the package's code raises
         raise PluginError(
             f"{KINDS[kind]} = {name!r} of the package {plugin.package} {plugin.version} cannot be imported "

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from piecework.device_profiles.plugins import find_plugin, load_plugin
+from piecework.device_profiles.plugins import find_plugin, load_plugin, refuse_exit
 from piecework.federated_data.sources import DatasetError, Source
 
 
@@ -22,7 +22,8 @@ def read_registered(kind: str, root: Path, download: bool) -> Source:
     """Return what a package's reader reads from a folder or file. Raises DatasetError, which names the reader."""
     reader: Callable[[Path, bool], Any] = load_plugin("datasets", kind)
     try:
-        found = reader(root, download)
+        with refuse_exit():
+            found = reader(root, download)
     except DatasetError:
         raise
     except Exception as error:  # whatever the package's code raises

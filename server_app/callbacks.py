@@ -1,6 +1,6 @@
 """Callbacks: code of a user's that the server tells of a run, such as a tracker of experiments.
 
-A callback only listens. What it is given are copies, and an exception in it ends it and not the run.
+A callback only listens. What it is given are copies, and an exception in it, or sys.exit(), ends it and not the run.
 """
 
 import copy
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from piecework.device_profiles.plugins import load_plugin
+from piecework.device_profiles.plugins import load_plugin, refuse_exit
 from piecework.training.methods import load
 from piecework.training.settings import Scalar, Settings, SettingsError
 
@@ -57,7 +57,8 @@ class Callbacks:
     def _tell(self, call: str, tell: Callable[[Callback], None]) -> None:
         for name, callback in [*self.running.items()]:
             try:
-                tell(callback)
+                with refuse_exit():
+                    tell(callback)
             except Exception as error:  # whatever a user's code raises
                 del self.running[name]
                 LOG.warning(
@@ -75,7 +76,8 @@ def find_callbacks(settings: Settings) -> dict[str, Callable[[], Callback]]:
 
 def _make(name: str, kind: Callable[[], Callback]) -> Callback:
     try:
-        callback = kind()
+        with refuse_exit():
+            callback = kind()
     except Exception as error:  # whatever a user's code raises
         raise SettingsError(f"callbacks: {name!r} cannot be made: {type(error).__name__}: {error}") from error
     if missing := [call for call in ("start", "round", "end") if not callable(getattr(callback, call, None))]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from piecework.device_profiles.names import did_you_mean
-from piecework.device_profiles.plugins import find_plugin, list_plugins, load_plugin
+from piecework.device_profiles.plugins import find_plugin, list_plugins, load_plugin, refuse_exit
 from piecework.training.capabilities import Capabilities
 
 
@@ -315,7 +315,8 @@ def load(path: str) -> Any:
     if not all(part.isidentifier() for part in module.split(".")):
         raise ValueError(f"{path!r}: expected MODULE:NAME, with a module as in my_package.my_module, not a file")
     try:
-        found = import_module(module)
+        with refuse_exit():
+            found = import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] or str(Path.cwd()) in sys.path:
             raise ValueError(

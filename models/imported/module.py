@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from piecework.device_profiles.plugins import refuse_exit
 from piecework.models.cascade import Shape, norm_layer
 from piecework.models.imported.source import find_make
 from piecework.models.layers import norm_layer_1d
@@ -31,7 +32,8 @@ def make(source: Source) -> nn.Module:
     """Return the module, with the norms of the source. Raises ValueError if its function fails."""
     function = find_make(source.name)
     try:
-        root = function(source.num_classes, source.input_shape)
+        with refuse_exit():
+            root = function(source.num_classes, source.input_shape)
     except Exception as error:  # whatever the user's code raises
         if isinstance(error, NotImplementedError) or "meta" in str(error):
             raise ValueError(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piecework.device_profiles.names import did_you_mean
-from piecework.device_profiles.plugins import load_plugin
+from piecework.device_profiles.plugins import load_plugin, refuse_exit
 from piecework.models.imported.objects import OBJECT, copy_object, is_known, is_object
 
 if TYPE_CHECKING:  # lists of settings read names of models without loading torch
@@ -72,12 +72,15 @@ def find_make(name: str) -> Make:
 
 def _load_module(place: str, name: str) -> Any:
     try:
-        return import_module(place)
+        with refuse_exit():
+            return import_module(place)
     except ImportError as error:
         raise ValueError(
             f"model = {name!r}: {place!r} cannot be imported ({error}): expected MODULE:FUNCTION, FILE.py:FUNCTION, "
             "torchvision:NAME or timm:NAME"
         ) from error
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(f"model = {name!r}: {place!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _module_name(path: Path) -> str:
@@ -102,7 +105,8 @@ def _load_file(path: Path) -> Any:
         module = module_from_spec(spec)
         sys.modules[known] = module
         try:
-            spec.loader.exec_module(module)
+            with refuse_exit():
+                spec.loader.exec_module(module)
         except BaseException as error:
             del sys.modules[known]
             if not isinstance(error, Exception):

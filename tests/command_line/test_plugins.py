@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import sys
 import tomllib
 from pathlib import Path
@@ -17,12 +18,12 @@ from piecework.app_folder import TOP, app_folder
 from piecework.cli import app
 from piecework.commands.options import settings_from
 from piecework.device_profiles.fleet import load_fleet
-from piecework.device_profiles.plugins import PluginError
+from piecework.device_profiles.plugins import PluginError, refuse_exit
 from piecework.federated_data.datasets import DatasetError, load, prepare
 from piecework.federation.errors import TooFewNodesError
 from piecework.federation.registry import ClientRegistry
 from piecework.models.zoo import build_blueprint, model_options
-from piecework.server_app.callbacks import Callback
+from piecework.server_app.callbacks import Callback, Callbacks
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.packages import packages_of_clients
 from piecework.training.methods import find_entry
@@ -73,6 +74,27 @@ def test_a_plugin_is_imported_when_it_is_asked_for_and_not_before(tmp_path: Path
         assert done.exit_code == 2
         said = "of the package half-done 0.3 cannot be imported (half_done:A): RuntimeError: no such accelerator"
         assert said in " ".join(done.stderr.split())
+
+
+def test_a_plugin_that_calls_exit_ends_no_command(tmp_path: Path) -> None:
+    exits = {"methods": {"exits": "calls_exit:A"}, "models": {"exits": "calls_exit:net"}}
+    with installed(tmp_path, "calls-exit", exits, calls_exit="import sys\nsys.exit(3)"):
+        said = r"'exits' of the package calls-exit 0.3 cannot be imported .*: it calls sys.exit\(3\)"
+        for ask in (
+            lambda: find_entry("exits"),
+            lambda: build_blueprint("exits", num_classes=2, input_shape=(3, 8, 8)),
+        ):
+            with pytest.raises(PluginError, match=said):
+                ask()
+
+
+def test_a_signal_ends_code_that_may_not_call_exit() -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with pytest.raises(SystemExit, match="143"), refuse_exit():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_its_settings_go_to_flower_beside_those_of_the_app(tmp_path: Path) -> None:
@@ -158,6 +180,7 @@ def file(folder, download):
     return source(np.full((4, 2, 2, 1), int(folder.read_text()), np.uint8), y)
 def nothing(folder, download): return None
 def fails(folder, download): raise KeyError("x")
+def exits(folder, download): raise SystemExit("no data")
 def channels(folder, download): return source(x.transpose(0, 3, 1, 2).repeat(9, 3), y)
 def doubles(folder, download): return source(x / 1.0, y)
 def labels(folder, download): return source(x, y + 1)
@@ -169,6 +192,7 @@ def other(folder, download): return Source(x, y, x[:, :1], y, 2)
 WRONG = {
     "nothing": "returned a NoneType: expected a Source",
     "fails": "failed for .*: KeyError: 'x'",
+    "exits": r"failed for .*: it calls sys.exit\('no data'\)",
     "channels": r"inputs are uint8 \(4, 1, 2, 18\): expected images \(N, H, W, C\)",
     "doubles": r"inputs are float64 \(4, 2, 2, 1\)",
     "labels": "have labels 1 to 2: expected from 0 to below the 2 classes",
@@ -218,6 +242,23 @@ class Fragile(Callback):
 
     def round(self, number: int, record: dict[str, Any]) -> None:
         raise LookupError(f"no tracker in round {number}")
+
+
+class Exits(Callback):
+    """Ends its process, or would."""
+
+    def start(self, settings: Any, folder: Path, resumed: bool) -> None:
+        sys.exit("no tracker")
+
+
+def test_a_callback_that_calls_exit_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callbacks = Callbacks(tiny_settings(callbacks=f"{__name__}:Exits"))
+    with caplog.at_level(logging.WARNING, "piecework"):
+        callbacks.start(tmp_path)
+        callbacks.end({})
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "failed in 'start'" in warning
+    assert warning.endswith("it calls sys.exit('no tracker'), which would end this process")
 
 
 def test_callbacks_are_told_of_a_run_and_cannot_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

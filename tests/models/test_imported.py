@@ -336,6 +336,13 @@ def test_a_models_file_has_no_code_run(tmp_path: Path) -> None:
 
 
 def test_errors_of_a_users_file_name_it(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import helper_not_here\n", "utf-8")
-    with pytest.raises(ValueError, match=r"mine.py' cannot be imported: ModuleNotFoundError: No module named"):
-        blueprint_of(f"{tmp_path / 'mine.py'}:net")
+    for code, said in (
+        ("import helper_not_here", "ModuleNotFoundError: No module named"),
+        ("raise SystemExit(2)", r"EndedProcessError: it calls sys.exit\(2\)"),
+        ("def net(num_classes, input_shape): raise SystemExit", ""),
+    ):
+        (tmp_path / "mine.py").write_text(f"{code}\n", "utf-8")
+        with pytest.raises(
+            ValueError, match=rf"mine.py' cannot be imported: {said}" if said else "cannot be built: Ended"
+        ):
+            blueprint_of(f"{tmp_path / 'mine.py'}:net")
