@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from piecework.client_app.disk import StorageError, sync, write_atomically, writing
 from piecework.client_app.seal import MANIFEST, damage, seal
 from piecework.device_profiles.documents import read_json, read_toml
+from piecework.server_app.packages import FILE, describe_plugins
 from piecework.training.settings import Scalar, Settings
 from piecework.training.settings.table import flat, nest
 
@@ -55,9 +56,13 @@ class RunDir:
         self._then = f"The run can then be resumed: piecework run --set resume-from={self.path}"
 
     def create(self, settings: Settings) -> None:
-        """Create the folder and write the settings."""
+        """Create the folder, and write the settings and which packages' plugins they name."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "settings.toml", tomli_w.dumps(nest(settings.to_run_config())).encode())
+        if plugins := describe_plugins(settings):
+            self._write(FILE, json.dumps(plugins, indent=2))
+        else:
+            (self.path / FILE).unlink(missing_ok=True)
 
     def _write(self, name: str, text: str) -> None:
         write_atomically(self.path / name, text.encode(), self._then)

@@ -12,6 +12,7 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
 from piecework.engines.processes import Connection
 from piecework.models.imported.source import is_own
+from piecework.server_app.packages import missing_package
 from piecework.server_app.used_settings import drop_unused, find_unused, keep_known, require_used
 from piecework.training.methods import find_entry
 from piecework.training.settings import Scalar, Settings, SettingsError
@@ -197,6 +198,8 @@ def settings_of_run(folder: str) -> Scalars:
     run_dir = RunDir(Path(folder))
     if not (run_dir.path / "settings.toml").is_file():
         raise SettingsError(f"resume-from = {folder!r}: not the folder of a run")
+    if missing := missing_package(run_dir.path):
+        raise SettingsError(f"resume-from = {folder!r}: {missing}")
     try:
         return Settings.from_run_config(run_dir.settings()).to_run_config()
     except SettingsError as error:

@@ -17,6 +17,7 @@ from piecework.device_profiles.documents import read_json
 from piecework.report import display
 from piecework.report.display import UnderAttack
 from piecework.report.read_records import read_final, read_rounds, with_details
+from piecework.server_app.packages import missing_package
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.summary import best_round, peak_over_budget
 from piecework.training.settings import CHANGEABLE, Scalar, Settings, SettingsError
@@ -92,6 +93,8 @@ def read_run(run_dir: RunDir) -> RunResult:
     try:
         settings = Settings.from_run_config(run_dir.settings()).to_run_config()
     except SettingsError as error:
+        if missing := missing_package(run_dir.path):
+            raise CheckpointError(f"{run_dir.path}: {missing}") from error
         raise CheckpointError(f"{run_dir.path} was written by another version of Piecework: {error}") from error
     with with_details(run_dir):
         return _figures(run_dir, settings)

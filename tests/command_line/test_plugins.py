@@ -23,11 +23,14 @@ from piecework.federated_data.datasets import DatasetError, load, prepare
 from piecework.federation.errors import TooFewNodesError
 from piecework.federation.registry import ClientRegistry
 from piecework.models.zoo import build_blueprint, model_options
+from piecework.report.compare import read_run
 from piecework.server_app.callbacks import Callback, Callbacks
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.packages import packages_of_clients
+from piecework.server_app.records import CheckpointError, RunDir
 from piecework.training.methods import find_entry
 from piecework.training.settings import SettingsError
+from piecework.training.settings import run as run_settings
 from piecework.training.settings.table import flat
 
 METHOD = """
@@ -131,6 +134,23 @@ def test_a_node_without_the_package_says_so_and_the_server_names_it(tmp_path: Pa
         with LocalGrid(2, lacks, 1) as grid, pytest.raises(TooFewNodesError, match=said):
             registry.wait_for_clients(grid, 0.0)
         assert registry.members == {}
+
+
+def test_a_run_whose_package_is_gone_says_what_to_install(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with installed(tmp_path / "a", "own-words", WORDS, own_words=METHOD):
+        run.create(tiny_settings(strategy="own-words"))
+        assert read_run(run).settings["strategy"] == "own-words"
+    for known in (run_settings.fields, run_settings.tables, run_settings.method_tables, run_settings._validate):
+        known.cache_clear()  # as in another process
+    said = r"needs strategy = 'own-words' of the package own-words 0.3, .* not installed: pip install own-words==0.3"
+    with pytest.raises(CheckpointError, match=said):
+        read_run(run)
+    with pytest.raises(SettingsError, match=said):
+        settings_from("", [f"resume-from={run.path}"])
+    (run.path / "packages.json").unlink()  # as a run of before has none
+    with pytest.raises(CheckpointError, match=r"another version of Piecework: .*unknown strategy 'own-words'"):
+        read_run(run)
 
 
 MODELS = """
