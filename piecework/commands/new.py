@@ -35,8 +35,11 @@ def write_app(folder: Path) -> list[str]:
     module = name.replace("-", "_")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SettingsError(f"{folder} exists and is not empty: name a new folder")
-    if not module.isidentifier() or not module.isascii() or iskeyword(module) or module.startswith("_"):
-        raise SettingsError(f"{folder}: {name!r} cannot be the name of a package: use letters, digits and hyphens")
+    if not module.isidentifier() or not module.isascii() or iskeyword(module) or "_" in (module[0], module[-1]):
+        raise SettingsError(
+            f"{folder}: {name!r} cannot be the name of a package: use letters, digits and hyphens; it begins with a letter, "
+            "and ends with no hyphen"
+        )
     if module in sys.stdlib_module_names or find_spec(module) is not None:
         raise SettingsError(
             f"{folder}: there is a module {module!r} already, which Python would find: use another name"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from piecework.app_folder import PRESETS
+from piecework.commands.own_app import find_app
 from piecework.device_profiles.documents import abbreviate, read_toml
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
@@ -20,7 +21,6 @@ from piecework.training.settings.run import fields
 from piecework.training.settings.table import flat
 
 Scalars = dict[str, Scalar]
-PROJECT, SERVER_APP = "piecework", "piecework.flower_server:app"
 DIGITS = 19  # of a seed, which is a number of 64 bits
 LOG = logging.getLogger("piecework")
 # The command line's shorthands of --set.
@@ -61,10 +61,11 @@ def settings_from(
 
     options: Scalars = {"engine": engine, "clients": nodes, "output-dir": output_dir}
     asked_for = merge_assignments(assignments, {key: value for key, value in options.items() if value} | (named or {}))
+    app = "" if preset else find_app(asked_for)
     find_entry(str(asked_for.get("strategy", fields()["strategy"].default)))
     if there and asked_for.get("engine", "deployment") != "deployment":
         raise SettingsError(f"engine = {asked_for['engine']} with --superlink: a SuperLink's nodes are real processes")
-    values = add_preset(asked_for, preset or find_app(asked_for))
+    values = add_preset(asked_for, preset or app)
     if there:
         values["engine"] = "deployment"
     given, resumed = set(values), str(values.get("resume-from", ""))
@@ -116,26 +117,6 @@ def require_engine(settings: Settings, there: bool) -> None:
         raise SettingsError(
             f"callbacks = {settings.callbacks!r} names your own code, and Flower's processes do not have it: use engine = local"
         )
-
-
-def find_app(asked_for: Scalars) -> str:
-    """Return the pyproject.toml of the working directory if it is a Flower app on Piecework's, as `flwr run .` reads it.
-
-    The result is empty for Piecework itself, whose settings are the defaults, and for a run to resume, which has its own.
-    """
-    file = Path("pyproject.toml")
-    if asked_for.get("resume-from", "") not in ("", "auto") or not file.is_file():
-        return ""
-    try:
-        found: Any = read_toml(file.read_text(encoding="utf-8"))
-        served = found["tool"]["flwr"]["app"]["components"]["serverapp"]
-        name = found["project"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):  # another project, which is not ours to judge
-        return ""
-    if served != SERVER_APP or name == PROJECT:
-        return ""
-    LOG.info("settings: those of the app %s in this folder, as `flwr run .` has them", name)
-    return str(file)
 
 
 def default_clients(values: Scalars, there: bool) -> int:

@@ -17,7 +17,8 @@ from plugin_helpers import installed
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.commands.options import find_app, read_preset
+from piecework.commands.options import read_preset, settings_from
+from piecework.commands.own_app import find_app
 from piecework.server_app.records import RunDir
 from piecework.training.settings import SettingsError
 
@@ -75,6 +76,17 @@ def test_only_a_flower_app_of_piecework_brings_settings(tmp_path: Path, monkeypa
     assert find_app({"resume-from": "runs/x"}) == ""
 
 
+def test_an_app_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call("new", str(tmp_path / "fresh-one")).exit_code == 0
+    monkeypatch.chdir(tmp_path / "fresh-one")
+    said = f"the app fresh-one in this folder registers it, and is not installed, .* pip install -e {Path.cwd()}"
+    for asked in ({}, {"strategy": "fresh-one"}, {"strategy": "fedavg"}, {"strategy": "fedavg", "model": "cnn"}):
+        with pytest.raises(SettingsError, match=said):
+            settings_from("", [], named=asked)
+    others = {"strategy": "fedavg", "model": "cnn", "dataset": "digits", "callbacks": ""}
+    assert find_app(others) == "pyproject.toml"
+
+
 def test_its_own_test_and_the_checks_pass(fresh: Path) -> None:
     """mypy checks the files where they lie in this project; only names change."""
     for words in (["ruff", "check"], ["ruff", "format", "--check"]):
@@ -110,6 +122,7 @@ def test_a_folder_that_cannot_be_made_is_refused_and_left_alone(tmp_path: Path) 
         (tmp_path / "json", "there is a module 'json' already"),
         (tmp_path / "2nd", "cannot be the name of a package"),
         (tmp_path / "a b", "cannot be the name of a package"),
+        (tmp_path / "x-", "cannot be the name of a package"),
         (tmp_path / "class", "cannot be the name of a package"),
     ):
         done = call("new", str(folder))
