@@ -191,7 +191,10 @@ def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
 def _in_package(path: Path) -> Path | None:
     """Return the file of an installed package, which my_package/my_fleet.toml names wherever the package lies."""
     package, *rest = path.parts
-    spec = find_spec(package) if rest and package.isidentifier() else None
+    try:
+        spec = find_spec(package) if rest and package.isidentifier() else None
+    except ValueError:  # a module that was made and not found, such as __main__
+        spec = None
     places = spec.submodule_search_locations if spec is not None else None
     found = [Path(place, *rest) for place in places or ()]
     return next((file for file in found if file.is_file()), None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from piecework.api.plans import Advice, Plan, ask_about
+from piecework.api.plans import Advice, Plan, ask_about, asks_about_model
 from piecework.api.runs import COUNTED, carry_out
 from piecework.commands.base import (
     FAILED,
@@ -244,7 +244,7 @@ def plan(
             raise SettingsError(f"--picture {picture}: a picture shows one plan, --suggest makes several")
         question = ask_about(settings, named, preset, input_shape, classes, examples, budget, precision, attack_steps)
         if suggest:
-            data = "DATASET" if input_shape or ("model" in named and "dataset" not in named and not preset) else ""
+            data = "DATASET" if input_shape or asks_about_model(named, preset) else ""
             asked: Scalars = {"dataset": data, "training.precision": precision, "attack.steps": attack_steps or ""}
             given |= {key: value for key, value in asked.items() if value}
             show_advice(settings, question, lambda own: run_command(preset, assignments, given | own, nodes), as_json)

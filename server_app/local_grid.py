@@ -11,6 +11,7 @@ import multiprocessing
 import pickle
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -26,6 +28,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from piecework.device_profiles.plugins import refuse_exit
 from piecework.device_profiles.profile import usable_cpus
 from piecework.federation.errors import RunAbortedError
 from piecework.models.imported.objects import is_object
@@ -39,7 +42,17 @@ NEVER_READY = (
     'script that starts the run, which must therefore start it under `if __name__ == "__main__":`. With workers = 1 the run '
     "trains in its own process"
 )
+NO_FILE = (
+    "a worker process ended with exit code {} before it could train: each worker imports the script that starts the run, and "
+    "this one, {}, is no file. Write it to a file, or run with workers = 1, which trains in this process"
+)
 LOG = logging.getLogger("piecework")
+
+
+def why_never_ready(code: int | None) -> str:
+    """Return why a worker never began, from how it ended."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return NO_FILE.format(code, script) if script and not Path(script).is_file() else NEVER_READY.format(code)
 
 
 def identify(node_id: int) -> None:
@@ -64,7 +77,8 @@ def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_
     config = {"partition-id": client, "num-partitions": clients, **own}
     context = Context(1, message.metadata.dst_node_id, config, RecordDict(), dict(run_config))
     try:
-        reply = app(message, context)
+        with refuse_exit():
+            reply = app(message, context)
     except Exception as error:
         LOG.error("client %d failed:\n%s", client, traceback.format_exc())
         reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
@@ -309,7 +323,7 @@ class LocalGrid(Grid):
         if isinstance(content, Exception):
             process = self._workers[connection].process
             process.join()
-            raise RunAbortedError(NEVER_READY.format(process.exitcode))
+            raise RunAbortedError(why_never_ready(process.exitcode))
         self._starting.discard(connection)
 
     def _replace(self, connection: Connection, data: bytes, error: Error | None = None) -> Message:

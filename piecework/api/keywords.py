@@ -1,6 +1,8 @@
 """Settings as Python writes them: keywords, tables as mappings, values of Python's own types."""
 
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,21 @@ from piecework.training.settings import Scalar, SettingsError
 
 Values = Mapping[str, Any]
 SHORT = {"rounds": "num-rounds", "nodes": "clients"}  # as the command line's options
+# Options of which errors speak that the command line and Python share; Python's keyword has the same words.
+OPTION = re.compile(
+    r"--(input-shape|classes|precision|budget|dataset|superlink|root-certificates|insecure|preset|nodes|rounds)\b"
+)
+
+
+@contextmanager
+def speak_of_keywords() -> Iterator[None]:
+    """Have errors name keywords, `input_shape`, where they name the command line's options, `--input-shape`."""
+    try:
+        yield
+    except ValueError as error:
+        if len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (OPTION.sub(lambda found: found[1].replace("-", "_"), error.args[0]),)
+        raise
 
 
 def read_keywords(settings: Values | None, keywords: Values) -> dict[str, Scalar]:

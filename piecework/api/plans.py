@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piecework.api.frames import choose_rows, make_frame
-from piecework.api.keywords import Values, read_keywords
+from piecework.api.keywords import Values, read_keywords, speak_of_keywords
 from piecework.commands.options import Scalars, settings_from
 from piecework.training.settings import Settings, SettingsError
 
@@ -66,7 +66,7 @@ class Plan:
         return make_frame(choose_rows(what, {"devices": rows, "modules": self.modules}))
 
     def draw(self, file: str | Path) -> Path:
-        """Draw memory against budgets as .svg, .png or .pdf, and return the file. Raises ValueError for another suffix."""
+        """Draw memory against budgets as .svg, .png or .pdf, and return the file. Raises ValueError if it cannot be written."""
         from piecework.plans.plan_view import draw
 
         draw(self.record, Path(file))
@@ -122,6 +122,11 @@ def show_text(lines: Sequence[Any]) -> str:
     return file.getvalue().rstrip()
 
 
+def asks_about_model(named: Scalars, preset: str) -> bool:
+    """Return whether a model is named without a data set, so that it is planned for what it usually reads."""
+    return "model" in named and "dataset" not in named and not preset
+
+
 def ask_about(
     settings: Settings,
     named: Scalars,
@@ -137,8 +142,7 @@ def ask_about(
     from piecework.plans.question import ask
 
     shape = input_shape if isinstance(input_shape, str) else "x".join(map(str, input_shape))
-    # a model without a data set: what it usually reads
-    usual = "model" in named and "dataset" not in named and not preset
+    usual = asks_about_model(named, preset)
     if shape and "dataset" in named:
         raise SettingsError(f"--input-shape {shape} and --dataset {named['dataset']}: give one of them")
     precise = precision or settings.training.precision
@@ -155,7 +159,8 @@ def plan(settings: Values | None = None, /, *, preset: str | Path = "", **keywor
     """
     from piecework.plans.plan import make_plan
 
-    return Plan(make_plan(*read_question(settings, preset, keywords)))
+    with speak_of_keywords():
+        return Plan(make_plan(*read_question(settings, preset, keywords)))
 
 
 def suggest(
@@ -172,7 +177,8 @@ def suggest(
     """
     from piecework.plans.suggest import advise
 
-    return Advice(advise(*read_question(settings, preset, keywords), tell))
+    with speak_of_keywords():
+        return Advice(advise(*read_question(settings, preset, keywords), tell))
 
 
 QUESTION = ("input_shape", "classes", "examples", "budget", "precision", "attack_steps")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piecework.api.frames import choose_rows, make_frame
-from piecework.api.keywords import Values, read_keywords
+from piecework.api.keywords import Values, read_keywords, speak_of_keywords
 from piecework.engines.processes import Connection
 from piecework.training.settings import Scalar, Settings, SettingsError
 
@@ -215,8 +215,9 @@ def run(
         raise SettingsError(f"restarts = {restarts!r}: expected a number of times, 0 or more")
     values = read_keywords(settings, keywords)
     certificate = None if root_certificates is None else Path(root_certificates)
-    connection = connection_to(superlink, certificate, insecure)
-    chosen = settings_from(str(preset), [], named=values, there=bool(connection))
+    with speak_of_keywords():
+        connection = connection_to(superlink, certificate, insecure)
+        chosen = settings_from(str(preset), [], named=values, there=bool(connection))
     outcome = carry_out(chosen, choose_progress(chosen.num_rounds, progress), restarts, connection)
     if outcome.signal is not None:
         if outcome.run_dir.has_begun():

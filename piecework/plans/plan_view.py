@@ -213,15 +213,17 @@ def format_count(amount: float) -> str:
 def draw(plan: dict[str, Any], path: Path) -> None:
     """Write a picture (.svg, .png or .pdf): memory of each piece, and beside it how many clients have that much.
 
-    Raises ValueError for another kind of file, ImportError without the extra `report`.
+    Raises ValueError for another kind of file or one that cannot be written, ImportError without the extra `report`.
     """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("--picture needs matplotlib: install the extra `report`") from None
+        raise ImportError("a picture needs matplotlib: install the extra `report`") from None
     if path.suffix.lower() not in (".svg", ".png", ".pdf"):
-        raise ValueError(f"--picture {path}: the file's name must end in .svg, .png or .pdf")
+        raise ValueError(f"picture {path}: the file's name must end in .svg, .png or .pdf")
+    if not path.parent.is_dir():
+        raise ValueError(f"picture {path}: there is no folder {path.parent}: make it, or name another")
     modules, fleet = plan["modules"], plan["fleet"]
     figure = Figure(figsize=(max(5.0, len(modules)) + 3, 4.5), layout="constrained")
     pieces, clients = figure.subplots(1, 2, sharey=True, width_ratios=(max(4, len(modules)), 2))
@@ -249,5 +251,8 @@ def draw(plan: dict[str, Any], path: Path) -> None:
     figure.suptitle(
         f"{plan['strategy']} on {plan['model']}, batch {plan['batch_size']}; fleet {fleet['name']}", fontsize=10
     )
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters instead of their outlines
-        figure.savefig(path)
+    try:
+        with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters instead of their outlines
+            figure.savefig(path)
+    except OSError as error:
+        raise ValueError(f"picture {path} cannot be written: {error}") from error

@@ -326,6 +326,7 @@ def test_a_plan_allocates_no_weights() -> None:
             "evaluation.mode = 'personal': fedprophet contr",
         ),
         (["--picture", "plan.jpg"], "must end in .svg, .png or .pdf"),
+        (["--picture", "no-folder/plan.svg"], "there is no folder no-folder"),
     ],
 )
 def test_bad_input_is_named(options, message) -> None:

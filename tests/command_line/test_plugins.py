@@ -320,6 +320,6 @@ def test_a_fleet_may_lie_in_a_package(tmp_path: Path, monkeypatch: pytest.Monkey
     (package / "mine.toml").write_text(f'name = "mine"\nassignment = "round-robin"\n{device}')
     monkeypatch.syspath_prepend(str(tmp_path))
     assert [each.name for each in load_fleet("own_fleets/mine.toml").devices] == ["board"]
-    for missing in ("own_fleets/other.toml", "no_package/mine.toml", "/no/mine.toml"):
+    for missing in ("own_fleets/other.toml", "no_package/mine.toml", "__main__/mine.toml", "/no/mine.toml"):
         with pytest.raises(ValueError, match="No such file"):
             load_fleet(missing)

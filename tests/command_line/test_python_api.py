@@ -170,7 +170,7 @@ def test_a_plan_is_that_of_the_command_line() -> None:
     assert found._repr_html_().startswith("<pre>fedepth on lenet5")
     with pytest.raises(ValueError, match=r"to_pandas\('rows'\): expected one of 'devices', 'modules'"):
         found.to_pandas("rows")
-    with pytest.raises(SettingsError, match="--input-shape 1x28x28 and --dataset digits: give one of them"):
+    with pytest.raises(SettingsError, match=r"^input_shape 1x28x28 and dataset digits: give one of them"):
         piecework.plan(model="lenet5", input_shape=(1, 28, 28), classes=10, dataset="digits")
 
 
@@ -254,7 +254,7 @@ def test_a_run_that_fails_says_what_the_command_line_says(tmp_path: Path) -> Non
     run = caught.value.run
     assert (run.status, str(caught.value)) == ("failed", run.summary["reason"])
     assert run.accuracy is not None
-    with pytest.raises(SettingsError, match="--superlink x: expected HOST:PORT"):
+    with pytest.raises(SettingsError, match=r"^superlink x: expected HOST:PORT"):
         piecework.run(superlink="x")
     with pytest.raises(ValueError, match=r"piecework\.compare\(\) was given no runs"):
         piecework.compare()

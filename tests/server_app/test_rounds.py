@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -447,3 +448,6 @@ def test_workers_that_cannot_start_end_the_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("piecework.server_app.local_grid.multiprocessing.get_context", lambda _: DeadAtOnce())
     with pytest.raises(RunAbortedError, match=r'exit code 1 before it could train.*under `if __name__ == "__main__":`'):
         run_local(tmp_path, strategy="fedavg", workers=2, **TRIO)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "<stdin>"), raising=False)
+    with pytest.raises(RunAbortedError, match=r"<stdin>, is no file. Write it to a file, or run with workers = 1"):
+        run_local(tmp_path / "stdin", strategy="fedavg", workers=2, **TRIO)
