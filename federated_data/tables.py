@@ -24,6 +24,26 @@ GROUP = "group"
 SUFFIXES = (".csv", ".parquet")
 EXACT = 2**53  # from which on floats skip whole numbers
 SHOWN = 8  # columns in a message
+# What stands for a missing number; pandas has these too, and applies them to words.
+MISSING = (
+    "",
+    "NA",
+    "N/A",
+    "n/a",
+    "#N/A",
+    "#NA",
+    "<NA>",
+    "NaN",
+    "nan",
+    "-NaN",
+    "-nan",
+    "null",
+    "NULL",
+    "None",
+    "#N/A N/A",
+)
+OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+UTF_16 = b"\xff\xfe", b"\xfe\xff"  # with which such a file begins
 
 
 def table(source: Path, download: bool, columns: Columns = NO_COLUMNS) -> Source:
@@ -34,7 +54,7 @@ def table(source: Path, download: bool, columns: Columns = NO_COLUMNS) -> Source
     `natural`.
     """
     files = table_files(source)
-    train = _read(files[0])
+    train = _read(files[0], columns)
     label, group, names = choose_columns(list(train.columns), columns, str(files[0]))
     values, numbers = np.unique(classes_of(train[label], files[0]), return_inverse=True)
     if len(values) > MOST_CLASSES:
@@ -45,7 +65,7 @@ def table(source: Path, download: bool, columns: Columns = NO_COLUMNS) -> Source
     words, groups = tuple(map(str, values.tolist())), groups_of(train, group, files[0])
     if len(files) == 1:
         return hold_out(inputs, labels, len(values), groups, class_names=words)
-    test = _read(files[1])
+    test = _read(files[1], columns)
     _require_columns(test, [*names, label], files, [] if columns.inputs else [group])
     found = classes_of(test[label], files[1])
     if len(unknown := np.setdiff1d(found, values)):
@@ -60,12 +80,12 @@ def table(source: Path, download: bool, columns: Columns = NO_COLUMNS) -> Source
 def table_files(source: Path) -> list[Path]:
     """Return the file of a table, or those of its training and test parts. Raises DatasetError if there is none."""
     if not source.is_dir():
-        if not source.is_file() or source.suffix not in SUFFIXES:
+        if not source.is_file() or source.suffix.lower() not in SUFFIXES:
             why = "is neither a .csv nor a .parquet file" if source.is_file() else "does not exist"
             raise DatasetError(f"table {source} {why}; write table:<file or folder>, absolute or relative to data-dir")
         return [source]
     found = {
-        part: [path for suffix in SUFFIXES if (path := source / f"{part}{suffix}").is_file()]
+        part: sorted(path for path in source.glob(f"{part}.*") if path.suffix.lower() in SUFFIXES and path.is_file())
         for part in ("train", "test")
     }
     if len(found["train"]) != 1 or len(found["test"]) > 1:
@@ -75,19 +95,33 @@ def table_files(source: Path) -> list[Path]:
     return [*found["train"], *found["test"]]
 
 
-def _read(file: Path) -> "pandas.DataFrame":
+def _read(file: Path, columns: Columns) -> "pandas.DataFrame":
     reader = import_extra("pandas", "table")
     if (size := file.stat().st_size) > (room := available_memory()):
         raise DatasetError(f"{file} has {size:,} bytes, and {room:,} are available")
     try:
-        if file.suffix == ".csv":
-            _require_header(file)
-            found: pandas.DataFrame = reader.read_csv(file)
+        if file.suffix.lower() == ".csv":
+            header = _require_header(file)
+            words = _text_columns(header, columns)
+            found: pandas.DataFrame = reader.read_csv(
+                file,
+                skipinitialspace=True,
+                dtype=dict.fromkeys(words, str),
+                keep_default_na=False,  # a class or a group may be called NA
+                na_values={name: MISSING for name in header if name not in words},
+            )
+            for name in words:
+                found[name] = _classes_from_text(found[name])
         else:
             _require_room(file, room)
             found = reader.read_parquet(file)
     except DatasetError:
         raise
+    except UnicodeDecodeError as error:
+        raise DatasetError(
+            f"{file} is no text in UTF-8 (byte {error.start + 1} is {error.object[error.start]:#04x}), as Latin-1 and files of "
+            "older spreadsheets are: save it as CSV in UTF-8"
+        ) from error
     except ImportError as error:
         raise DatasetError(f"{file}: pandas cannot read it without pyarrow: pip install 'piecework[table]'") from error
     except Exception as error:  # pandas and pyarrow have no common error for a damaged file
@@ -111,11 +145,37 @@ def _require_room(file: Path, room: int) -> None:
         )
 
 
-def _require_header(file: Path) -> None:
-    """Raise DatasetError for a column without a name, or with another one's, which pandas would rename."""
-    with file.open(encoding="utf-8", newline="") as stream:
-        rows = csv.reader(stream)
+def _text_columns(header: list[str], columns: Columns) -> list[str]:
+    """Return the columns that may be those of classes and of groups."""
+    chosen = [columns.label] if columns.label else [name for name in header if name.lower() in LABELS]
+    groups = columns.group or GROUP
+    return [name for name in header if name in (*chosen, groups) and name not in columns.inputs]
+
+
+def _classes_from_text(column: "pandas.Series[str]") -> "pandas.Series[Any]":
+    """Return classes as numbers if all that are given are numbers, else the words; what is missing is NaN."""
+    missing = column.isin(MISSING)
+    numbers = import_extra("pandas", "table").to_numeric(column.mask(missing), errors="coerce")
+    given = numbers.notna()
+    return numbers if given.any() and (given | missing).all() else column.mask(column == "")
+
+
+def _require_header(file: Path) -> list[str]:
+    """Return the names of the columns. Raises DatasetError for what is not separated by commas, or no UTF-8.
+
+    So it does for a column without a name, or with another one's, which pandas would rename.
+    """
+    with file.open("rb") as raw:
+        if raw.read(2) in UTF_16:
+            raise DatasetError(f"{file} is text in UTF-16: save it as CSV in UTF-8")
+    with file.open(encoding="utf-8-sig", newline="") as stream:
+        rows = csv.reader(stream, skipinitialspace=True)
         names, first = [name.strip() for name in next(rows, [])], next(rows, [])
+    if len(names) == 1 and (other := next((each for each in OTHER_SEPARATORS if each in names[0]), "")):
+        raise DatasetError(
+            f"{file}: its columns are separated by {OTHER_SEPARATORS[other]}, expected commas: write it so, as by "
+            f"pandas.read_csv({file.name!r}, sep={other!r}).to_csv({file.name!r}, index=False)"
+        )
     if len(first) > len(names):
         raise DatasetError(
             f"{file}: row 1 has {len(first)} values, and the header {len(names)} columns: name each column"
@@ -126,6 +186,7 @@ def _require_header(file: Path) -> None:
         )
     if repeated := [name for name in names if names.count(name) > 1]:
         raise DatasetError(f"{file} has several columns {repeated[0]!r}: give each its own name")
+    return names
 
 
 def choose_columns(names: list[str], asked: Columns, file: str, known: str = "") -> tuple[str, str, list[str]]:
@@ -176,9 +237,10 @@ def features_of(frame: "pandas.DataFrame", names: list[str], file: Path | str) -
     for place, name in enumerate(names):
         column = frame[name]
         if column.dtype.kind not in "biuf":
+            row = next((row for row, value in enumerate(column) if not _is_number(value)), 0)
             raise DatasetError(
-                f"{file}: column {name!r} holds {column.iloc[0]!r}, which is no number: drop it, or encode it "
-                "(pandas.get_dummies makes a column of each value)"
+                f"{file}: column {name!r} holds {column.iloc[row]!r} in row {row + 1}, which is no number: drop it, or "
+                "encode it (pandas.get_dummies makes a column of each value)"
             )
         with np.errstate(over="ignore"):
             found[:, place] = column.to_numpy(dtype=np.float64, na_value=np.nan)
@@ -189,6 +251,13 @@ def features_of(frame: "pandas.DataFrame", names: list[str], file: Path | str) -
                 f"up to {LARGEST:g}"
             )
     return found
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return value is None or float(value) is not None
+    except (TypeError, ValueError):
+        return False
 
 
 def groups_of(frame: "pandas.DataFrame", name: str, file: Path | str) -> Ints | None:

@@ -92,6 +92,15 @@ def test_columns_that_the_user_names(tmp_path: Path) -> None:
         prepare("digits", data_dir="", cache_dir=cache, columns=Columns(label="y"))
 
 
+def test_a_class_may_be_called_na_and_a_file_csv_in_capitals(tmp_path: Path) -> None:
+    (tmp_path / "train.CSV").write_text("a, label, group\n1, yes, NA\n2, NA, b\n", "utf-8-sig")
+    (tmp_path / "test.csv").write_text("a,label\n3,NA\n")
+    data = read(tmp_path, tmp_path)
+    assert (data.class_names, data.labels.tolist(), data.test_labels.tolist()) == (("NA", "yes"), [1, 0], [0])
+    assert data.groups is not None
+    assert data.groups.tolist() == [0, 1]
+
+
 WRONG = {
     "a,b\n1,2\n": "expected one column of classes, called label, target, class or y; it has none, of a, b",
     "label,y\n1,2\n": "it has label and y, of label, y: name it by data.label-column",
@@ -102,7 +111,11 @@ WRONG = {
     "a,a,label\n0,1,2\n": "has several columns 'a': give each its own name",
     "a,label\n0,0.5\n1,1\n": "column 'label' holds 0.5: classes are whole numbers or words; there is no regression yet",
     "a,label\n0,x\n1,\n": "row 2 has no 'label': fill it or drop it",
-    "a,label\nred,0\n": "column 'a' holds 'red', which is no number: drop it, or encode it",
+    "a,label\nred,0\n": "column 'a' holds 'red' in row 1, which is no number: drop it, or encode it",
+    "a,label\n1,0\n?,1\n2,1\n": r"column 'a' holds '\?' in row 2, which is no number",
+    "a,label\n1,0\n2,NA\n": "row 2 has no 'label'",
+    "a;label\n1,5;0\n": "separated by semicolons, expected commas: write it so, as by pandas.read_csv.'mine.csv', sep=';'",
+    "a\tlabel\n1\t0\n": "separated by tabs, expected commas",
     "a,label\n1,0\n,1\n": "row 2 has a = nan: fill missing values",
     "a,label\n1e39,0\n": "row 1 has a = 1e.39: fill missing values, and leave out what is no number up to 1e.30",
     "a,label\n1e30,0\n-2e30,1\n": "row 2 has a = -2e.30: fill missing values",
@@ -124,12 +137,14 @@ def test_what_is_wrong_with_a_table(tmp_path: Path, text: str) -> None:
 def test_what_is_wrong_with_files(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "b.csv").write_bytes(b"a,label\n\xff\xfe,1\n")
+    (tmp_path / "u.csv").write_text("a,label\n", "utf-16")
     (tmp_path / "c.txt").write_text("a,label\n")
     folder = tmp_path / "both"
     folder.mkdir()
     for name, said in (
         ("a.parquet", "a.parquet cannot be read as a table"),
-        ("b.csv", "b.csv cannot be read as a table"),
+        ("b.csv", "b.csv is no text in UTF-8 .byte 9 is 0xff., .* save it as CSV in UTF-8"),
+        ("u.csv", "u.csv is text in UTF-16: save it as CSV in UTF-8"),
         ("c.txt", "c.txt is neither a .csv nor a .parquet file"),
         ("d.csv", "d.csv does not exist; write table:<file or folder>"),
         ("both", "has to hold one of train.csv and train.parquet"),
