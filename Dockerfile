@@ -3,13 +3,13 @@
 #   docker build -t piecework .
 #
 # Where wheels come from (docs/containers.md):
-#   TORCH        what is installed as torch; it must be a CPU build
-#   PIP_OPTIONS  options for pip, --index-url, --find-links, ...: with them pip installs torch too, and nothing else is asked
-#   BASE         a Debian or Ubuntu image with Python 3.11 or newer, its venv module and pip
+#   PIECEWORK_TORCH  what is installed as torch; it must be a CPU build
+#   PIP_OPTIONS      options for pip, --index-url, --find-links, ...: with them pip installs torch too, and nothing else is asked
+#   BASE             a Debian or Ubuntu image with Python 3.11 or newer, its venv module and pip
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS dependencies
-ARG TORCH="torch>=2.11"
+ARG PIECEWORK_TORCH="torch>=2.11"
 ARG PIP_OPTIONS=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python -m venv --without-pip /opt/piecework
@@ -17,12 +17,12 @@ RUN python -m venv --without-pip /opt/piecework
 # idle client takes from about 250 to about 550 MB, and the memory limits of the containers are made for the former.
 # uv knows PyTorch's index of CPU builds. Where that cannot be reached, pip takes what the settings of BASE lead it to.
 RUN if [ -n "${PIP_OPTIONS}" ] || ! pip install --quiet --target /opt/uv uv \
- || ! /opt/uv/bin/uv pip install --no-cache --python /opt/piecework/bin/python --no-deps --torch-backend=cpu "${TORCH}"; \
-    then pip --python /opt/piecework/bin/python install ${PIP_OPTIONS} --no-deps "${TORCH}"; \
+ || ! /opt/uv/bin/uv pip install --no-cache --python /opt/piecework/bin/python --no-deps --torch-backend=cpu "${PIECEWORK_TORCH}"; \
+    then pip --python /opt/piecework/bin/python install ${PIP_OPTIONS} --no-deps "${PIECEWORK_TORCH}"; \
     fi \
  && /opt/piecework/bin/python -c "import runpy, sys, sysconfig; \
 cuda = runpy.run_path(sysconfig.get_path('platlib') + '/torch/version.py')['cuda']; \
-sys.exit(cuda and f'TORCH gave a build for CUDA {cuda}: name a CPU build by the build arguments TORCH and PIP_OPTIONS')"
+sys.exit(cuda and f'PIECEWORK_TORCH gave a build for CUDA {cuda}: name a CPU build by the build arguments PIECEWORK_TORCH and PIP_OPTIONS')"
 # An editable install is a pointer to /app, so the sources come in last and a change of theirs installs nothing again.
 WORKDIR /app
 COPY pyproject.toml LICENSE ./

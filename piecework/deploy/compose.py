@@ -48,7 +48,7 @@ services:
       network: "${{PIECEWORK_BUILD_NETWORK:-default}}"
       args:
         BASE: "${{BASE:-python:3.11-slim-bookworm}}"
-        TORCH: "${{TORCH:-torch>=2.11}}"
+        PIECEWORK_TORCH: "${{PIECEWORK_TORCH:-torch>=2.11}}"
         PIP_OPTIONS: "${{PIP_OPTIONS:-}}"
     # Nodes reach the Fleet API alone, and starting a run is for the network in which this name is known.
     command: >-

@@ -187,7 +187,9 @@ def torch_step() -> str:
 def test_uv_knows_where_the_cpu_build_is(tmp_path: Path) -> None:
     """The Dockerfile's command as uv reads it, without a network: its log names the index it would ask."""
     (found,) = re.findall(r"/opt/uv/bin/uv (pip install .*?);", torch_step())
-    words = shlex.split(found.replace("/opt/piecework/bin/python", sys.executable).replace("${TORCH}", "torch>=2.11"))
+    words = shlex.split(
+        found.replace("/opt/piecework/bin/python", sys.executable).replace("${PIECEWORK_TORCH}", "torch>=2.11")
+    )
     call = [sys.executable, "-m", "uv", *words, "--reinstall", "--dry-run", "--offline", "--verbose"]
     done = subprocess.run(call, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 1, done.stderr  # 2: uv does not know these options
@@ -211,7 +213,7 @@ def test_who_installs_torch(tmp_path: Path, options: str, uv_ends_with: int, cal
     step = torch_step().replace("/opt/uv/bin/uv", str(tmp_path / "uv")).replace("/opt/piecework/bin/python", "PYTHON")
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "TORCH": "torch>=2.11",
+        "PIECEWORK_TORCH": "torch>=2.11",
         "PIP_OPTIONS": options,
     }
     subprocess.run(["sh", "-c", step], check=True, env=environment)
