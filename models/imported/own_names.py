@@ -5,11 +5,14 @@ In a run its arrays are `atoms.<i>.NAME` and `head.NAME`, where NAME is the modu
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from piecework.device_profiles.documents import abbreviate
+from piecework.models.imported.objects import is_object
 from piecework.models.imported.source import is_imported, own_name
 from piecework.models.model_file import ModelFileError, description, find_file
 
@@ -24,15 +27,17 @@ def fill_module(module: nn.Module, path: Path) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ModelFileError(f"into = {module!r:.100}: expected an nn.Module, to which the weights are given")
     file = find_file(path)
-    described = description(file).get("model")
-    name = described.get("name") if isinstance(described, dict) else None
+    described = description(file)
+    model = described.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
     if not isinstance(name, str) or not is_imported(name):
         raise ModelFileError(
             f"{file} was trained with model {name!r}, whose arrays have names of this project: load it without `into`"
         )
     try:
         with safe_open(file, framework="pt") as arrays:
-            trained = {own_name(each): arrays.get_tensor(each) for each in arrays.keys()}  # noqa: SIM118
+            names = [each for each in arrays.keys() if _is_served(each, described)]  # noqa: SIM118
+            trained = {own_name(each): arrays.get_tensor(each) for each in names}
     except (OSError, SafetensorError) as error:
         raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     own = module.state_dict(keep_vars=True)
@@ -42,22 +47,48 @@ def fill_module(module: nn.Module, path: Path) -> nn.Module:
         f"{file} does not fit {type(module).__name__}",
         {name: tuple(array.shape) for name, array in trained.items()},
         {name: tuple(array.shape) for name, array in own.items()},
+        _explain(described, name),
     )
     with torch.no_grad():
         module.load_state_dict(trained, strict=False)
     return module.eval()
 
 
-def _require_same(what: str, found: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]]) -> None:
-    """Raise ModelFileError for other names or shapes. Layers that a forward pass does not use are in no file."""
+def _is_served(array: str, described: dict[str, Any]) -> bool:
+    """Return whether the trained model predicts with an array: atoms and the head, and exits only where it has several."""
+    variant = described.get("variant")
+    exits = isinstance(variant, dict) and "exits" in variant
+    return exits or array.startswith(("atoms.", f"{described.get('head')}."))
+
+
+def _explain(described: dict[str, Any], name: str) -> str:
+    """Return why a run's model is no longer the module that it was made from, and what to do; empty if it may still be that."""
+    settings, variant, head = (described.get(key) for key in ("settings", "variant", "head"))
+    strategy = settings.get("strategy") if isinstance(settings, dict) else None
+    where = "in the process that trained it, by Run.load()" if is_object(name) else "by piecework.load(PATH)"
+    changes = dict(variant) if isinstance(variant, dict) else {}
+    changes |= {} if head == "head" else {"head": head, "atoms": described.get("atoms")}
+    shown = ", ".join(f"{key} = {abbreviate(value)}" for key, value in changes.items())
+    return (
+        f". What {strategy} trained is another network than the module ({shown}): load it without `into`, {where}"
+        if shown
+        else ""
+    )
+
+
+def _require_same(what: str, found: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]], why: str) -> None:
+    """Raise ModelFileError for other names or shapes. Layers that a forward pass does not use are in no file.
+
+    `why` is appended to its message.
+    """
     used = {name.rpartition(".")[0] for name in found}
     if missing := {name for name in own.keys() - found.keys() if name.rpartition(".")[0] in used}:
-        raise ModelFileError(f"{what}: the file has no {_some(missing)}")
+        raise ModelFileError(f"{what}: the file has no {_some(missing)}{why}")
     if more := found.keys() - own.keys():
-        raise ModelFileError(f"{what}: the module has no {_some(more)}")
+        raise ModelFileError(f"{what}: the module has no {_some(more)}{why}")
     for name, shape in found.items():
         if own[name] != shape:
-            raise ModelFileError(f"{what}: {name} has shape {shape} in the file, and {own[name]} in the module")
+            raise ModelFileError(f"{what}: {name} has shape {shape} in the file, and {own[name]} in the module{why}")
 
 
 def _some(names: Iterable[str]) -> str:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY, few_digits, fleet_json
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -199,6 +201,20 @@ def test_a_run_starts_from_a_modules_own_weights_and_gives_its_class_back(tmp_pa
     for name in ("one.weight", "one.bias", "two.weight"):
         torch.testing.assert_close(mine.state_dict()[name], before[name], atol=1e-6, rtol=0)
     assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    file = tmp_path / "exits.safetensors"
+    with safe_open(run.path / "model.safetensors", framework="pt") as arrays:
+        described = json.loads(arrays.metadata()["piecework"]) | {"head": "exits.1"}
+        kept = {name.replace("head.", "exits.1."): arrays.get_tensor(name) for name in arrays.keys()}  # noqa: SIM118
+    save_file(
+        kept | {"exits.1.own.bias": torch.zeros(1), "exits.0.unused": torch.zeros(1)},
+        file,
+        metadata={"piecework": json.dumps(described)},
+    )
+    said = (
+        r"fit Net: .* What fedavg trained is another network than the module \(head = 'exits.1', atoms = .*Run.load\(\)"
+    )
+    with pytest.raises(ModelFileError, match=said):
+        piecework.load(file, into=Net())
     loaded = run.load(normalise=False)
     x = torch.rand(3, 1, 8, 8)
     assert torch.equal(loaded(x), mine(x))
