@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--models", default="resnet18,vgg16")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--fit", default="recompute,micro-batch", help="memory.fit for the whole model")
-    parser.add_argument("--optimiser-state", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--optimiser-state", default="float32", choices=["float32", "bfloat16", "8-bit"])
     parser.add_argument("--slack", type=parse_bytes, default="24MB", help="for the kernel, the allocator, messages")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", action="store_true")

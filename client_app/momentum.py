@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from piecework.client_app.client import Client
 from piecework.models.cascade import Blueprint, unit_of
 from piecework.models.low_rank import Pair
 from piecework.training.loop import PieceModel
+from piecework.training.optimiser_state import Held
 from piecework.training.sgd import SGD
 
 MOMENTUM = "momentum_"
@@ -70,7 +71,7 @@ class CarriedMomentum:
         folder = self.client.new_state() / OWN
         folder.mkdir(exist_ok=True)
         for _, held in groupby(buffers(pieces, optimiser), key=lambda pair: unit_of(pair[0])):
-            arrays = {name: buffer.detach().float().cpu().numpy() for name, buffer in held}
+            arrays = {name: buffer.float().cpu().numpy() for name, buffer in held}
             theirs = {name: array for name, array in arrays.items() if name.removeprefix(MOMENTUM) in self.sent}
             self.client.store.write_units(theirs)
             self.client.store.write_units({name: arrays[name] for name in arrays.keys() - theirs.keys()}, folder)
@@ -85,7 +86,7 @@ class CarriedMomentum:
         return [*sorted(self.client.store.model.glob(f"{MOMENTUM}*.safetensors")), *own]
 
 
-def buffers(pieces: list[PieceModel], optimiser: SGD) -> list[tuple[str, Tensor]]:
+def buffers(pieces: list[PieceModel], optimiser: SGD) -> list[tuple[str, Held]]:
     """Return the buffers of an optimiser with their names, `<kind>_<unit>.<parameter>`, of each kind in the pieces' order."""
     names = [
         f"{unit}.{name}"

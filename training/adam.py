@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
+from piecework.training.optimiser_state import Held, zeros
 from piecework.training.sgd import SGD, Optimiser
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
@@ -27,21 +27,32 @@ class Adam(SGD):
     _kernel: ClassVar[Callable[..., Any]] = staticmethod(torch._fused_adam_)
 
     def _allocate(self) -> None:
-        self.averages, self.squares = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
+        self.averages, self.squares = (
+            zeros(self.parameters, self.training_config.optimiser_state, signed=signed) for signed in (True, False)
+        )
         self.steps = [torch.zeros((), device=p.device) for p in self.parameters]
 
-    def state(self) -> dict[str, list[Tensor]]:
+    def state(self) -> dict[str, list[Held]]:
         """Return the averages of gradients and of their squares, and the numbers of steps, with shape []."""
-        return {"average": self.averages, "square": self.squares, "steps": self.steps}
+        return {"average": self.averages, "square": self.squares, "steps": [*self.steps]}
 
     def _move(self, which: Sequence[int], weight_decay: float) -> None:
+        if self.training_config.optimiser_state == "float32":
+            self._move_together(which, weight_decay)
+            return
+        for i in which:
+            self._move_together([i], weight_decay)
+
+    def _move_together(self, which: Sequence[int], weight_decay: float) -> None:
+        """Move parameters in one call. What is kept of them is in float32 meanwhile."""
         for i in which:
             self.steps[i] += 1
+        averages, squares = ([kept[i].float() for i in which] for kept in (self.averages, self.squares))
         self._kernel(
             [self.parameters[i] for i in which],
             [g for i in which if (g := self.parameters[i].grad) is not None],
-            [self.averages[i] for i in which],
-            [self.squares[i] for i in which],
+            averages,
+            squares,
             [],
             [self.steps[i] for i in which],
             lr=self.training_config.lr,
@@ -52,6 +63,10 @@ class Adam(SGD):
             amsgrad=False,
             maximize=False,
         )
+        if self.training_config.optimiser_state != "float32":
+            for i, average, square in zip(which, averages, squares, strict=True):
+                self.averages[i].copy_(average)
+                self.squares[i].copy_(square)
 
 
 class AdamW(Adam):

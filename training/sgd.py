@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from piecework.models.step import Step
 from piecework.training.attacks import Attack
+from piecework.training.optimiser_state import EightBit, Held, StatePrecision, zeros
 
 Precision = Literal["float32", "bfloat16"]
 Optimiser = Literal["sgd", "adam", "adamw"]
@@ -25,7 +26,7 @@ class TrainingConfig(Step):
     than `clip_norm` > 0, it is scaled down to it; weight decay is added afterwards. In `bfloat16` forward passes run under
     torch.autocast: activations take half the memory; weights, their gradients and losses stay float32.
 
-    `optimiser_state` is the precision in which momentum is kept between steps.
+    `optimiser_state` is the precision in which momentum or Adam's averages are kept between steps.
     How a step fits into little memory is a `Step`.
     """
 
@@ -38,7 +39,7 @@ class TrainingConfig(Step):
     attack: Attack | None = None
     precision: Precision = "float32"
     clip_norm: float = 0.0
-    optimiser_state: Precision = "float32"
+    optimiser_state: StatePrecision = "float32"
     optimiser: Optimiser = "sgd"
 
     @property
@@ -51,7 +52,7 @@ class SGD:
     """SGD with momentum and weight decay, equal to torch.optim.SGD, whose construction would import torch's compiler.
 
     The momentum buffers are allocated at the start, so the first step already has the peak memory. In bfloat16 they take half
-    the memory; a step computes in float32 and rounds them.
+    the memory, and in 8 bits a quarter; a step computes in float32 and rounds them.
     """
 
     def __init__(
@@ -64,14 +65,13 @@ class SGD:
         self.parameters, self._after_step = list(parameters), after_step
         self.training_config = training_config
         self._undecayed = {id(p) for p in undecayed}
-        self.buffers: list[Tensor] = []
+        self.buffers: list[Held] = []
         self._allocate()
 
     def _allocate(self) -> None:
         """Allocate the state that is kept between steps."""
         if self.training_config.momentum:
-            dtype = torch.bfloat16 if self.training_config.optimiser_state == "bfloat16" else None
-            self.buffers = [torch.zeros_like(p, dtype=dtype) for p in self.parameters]
+            self.buffers = zeros(self.parameters, self.training_config.optimiser_state)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -91,14 +91,14 @@ class SGD:
             hook()
 
     def _move(self, which: Sequence[int], weight_decay: float) -> None:
-        if self.buffers and self.buffers[0].dtype == torch.bfloat16:
+        if self.buffers and self.training_config.optimiser_state != "float32":
             for i in which:
                 self._move_rounded(i, weight_decay)
             return
         torch._fused_sgd_(
             [self.parameters[i] for i in which],
             [g for i in which if (g := self.parameters[i].grad) is not None],
-            [self.buffers[i] for i in which] if self.buffers else [],
+            [held for i in which if isinstance(held := self.buffers[i], Tensor)] if self.buffers else [],
             weight_decay=weight_decay,
             momentum=self.training_config.momentum,
             lr=self.training_config.lr,
@@ -109,7 +109,7 @@ class SGD:
         )
 
     def _move_rounded(self, number: int, weight_decay: float) -> None:
-        """Move a parameter, whose momentum is kept in bfloat16. Its gradient is overwritten."""
+        """Move a parameter, whose momentum is rounded between steps. Its gradient is overwritten."""
         parameter, gradient = self.parameters[number], self.parameters[number].grad
         assert gradient is not None
         if weight_decay:
@@ -118,25 +118,31 @@ class SGD:
         parameter.add_(momentum, alpha=-self.training_config.lr)
         self.buffers[number].copy_(momentum)
 
-    def state(self) -> dict[str, list[Tensor]]:
-        """Return what is kept between steps by kind, with one tensor for each parameter."""
+    def state(self) -> dict[str, list[Held]]:
+        """Return what is kept between steps by kind, with one value for each parameter."""
         return {"momentum": self.buffers} if self.buffers else {}
 
     def save(self, folder: Path) -> None:
         """Write what is kept between steps to a folder, in a file for each kind: writing copies channels-last tensors."""
         folder.mkdir(exist_ok=True)
         for kind, held in self.state().items():
-            save_file({str(i): tensor.contiguous() for i, tensor in enumerate(held)}, folder / f"{kind}.safetensors")
+            tensors = {str(i): _stored(each).contiguous() for i, each in enumerate(held)}
+            save_file(tensors, folder / f"{kind}.safetensors")
 
     def stored(self, folder: Path) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the number of each parameter, a tensor that is kept of it, and what the folder has in its place."""
         for kind, held in self.state().items():
             with safe_open(folder / f"{kind}.safetensors", framework="pt") as file:
-                for i, tensor in enumerate(held):
-                    yield i, tensor, file.get_tensor(str(i))
+                for i, each in enumerate(held):
+                    yield i, _stored(each), file.get_tensor(str(i))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Read what is kept between steps from a folder."""
         for _, tensor, found in self.stored(folder):
             tensor.copy_(found)
+
+
+def _stored(held: Held) -> Tensor:
+    """Return the tensor that has all that is kept."""
+    return held.packed if isinstance(held, EightBit) else held

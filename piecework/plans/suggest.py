@@ -19,6 +19,7 @@ from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST, list_advised
+from piecework.training.optimiser_state import bytes_kept
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 from piecework.training.sgd import TrainingConfig
@@ -191,15 +192,15 @@ def judge_fit(settings: Settings, question: PlanQuestion, states: list[DeviceSta
         "least_bytes": found.least,
         "plain_bytes": found.plain,
         "flops": found.flops,
-        "held_bytes": held_bytes(cut.cost_model.training_config) * found.part.parameters,
+        "held_bytes": round(held_bytes(cut.cost_model.training_config) * found.part.parameters),
         "batch_norms": bool(found.part.micro_batch) and mixes_examples(found.part.blueprint),
     }
 
 
-def held_bytes(training_config: TrainingConfig) -> int:
+def held_bytes(training_config: TrainingConfig) -> float:
     """Return the bytes of a parameter, its gradient and what the optimiser keeps of it."""
-    kept = 2 if training_config.optimiser_state == "bfloat16" else 4
-    return 8 + kept * training_config.moments
+    precision, moments = training_config.optimiser_state, training_config.moments
+    return 8 + sum(bytes_kept(precision, signed=number == 0) for number in range(moments))
 
 
 def smaller_batch(settings: Settings, question: PlanQuestion, poorest: DeviceState, attack_steps: int) -> Row | None:

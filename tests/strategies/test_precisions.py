@@ -1,4 +1,4 @@
-"""Momentum and stored features in bfloat16: the traced bytes, half the disk, and nearly the same training."""
+"""Momentum and stored features in bfloat16, and Adam's averages in 8 bits: the traced bytes, and nearly the same training."""
 
 import math
 from pathlib import Path
@@ -34,6 +34,16 @@ def test_rounded_momentum_and_features(tmp_path: Path, strategy: str) -> None:
         if before["train_loss"] is not None:  # measuring statistics trains nothing
             assert after["train_loss"] == pytest.approx(before["train_loss"], rel=0.02)
             assert after["train_loss"] != before["train_loss"]
+        for client in after["clients"]:
+            assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+
+
+def test_adams_averages_in_8_bits(tmp_path: Path) -> None:
+    adam = {"training__optimiser": "adamw", "training__lr": 0.002, "fleet": fleet_json(poor=0.8)}
+    runs = [run_of(tmp_path / state, **adam, training__optimiser_state=state) for state in ("float32", "8-bit")]
+    for before, after in zip(*(run.rounds() for run in runs), strict=True):
+        assert after["train_loss"] == pytest.approx(before["train_loss"], rel=0.02)
+        assert after["train_loss"] != before["train_loss"]
         for client in after["clients"]:
             assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]
 

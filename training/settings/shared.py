@@ -175,10 +175,11 @@ class TrainingSettings(Table):
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "bfloat16: clients' forward passes under autocast, which halves activations"
     )
-    optimiser_state: Literal["float32", "bfloat16"] = setting(
+    optimiser_state: Literal["float32", "bfloat16", "8-bit"] = setting(
         "float32",
-        "bfloat16: clients keep momentum in half the memory, and round it in each step",
-        able("optimisers", training__optimiser="sgd", memory__model="traced"),
+        "how clients keep momentum and Adam's averages between steps: bfloat16 takes half the bytes (but leaves Adam's squares "
+        "in float32), 8-bit a quarter, with a scale for every 256 values",
+        able("optimisers", memory__model="traced"),
     )
     adversarial: bool = setting(
         False, "train on adversarial examples, if the strategy can; FedProphet, jFAT and FedRBN always do"

@@ -120,6 +120,11 @@ class SpaFL(Method):
         Refusal("evaluation.autoattack-examples", ONLY_PERSONAL),
         Refusal("training.init-weights", "{name}'s clients build their models from the seed"),
         Refusal(
+            "training.optimiser-state",
+            "{name} moves momentum between forms of a model, whose blocks of 256 values differ; use bfloat16",
+            ("8-bit",),
+        ),
+        Refusal(
             "architecture.batch-norm",
             "{name} always keeps batch norms on the clients; set it to running",
             ("local",),

@@ -492,6 +492,10 @@ def test_a_threshold_far_from_the_others_is_rejected(tmp_path: Path, monkeypatch
             {"spafl__masked_every": 0, "spafl__frozen_weights": True},
             "spafl.masked-every = 0: with spafl.frozen-weights = true",
         ),
+        (
+            {"training__optimiser_state": "8-bit"},
+            "training.optimiser-state = '8-bit': spafl moves momentum between forms",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
