@@ -1,145 +1,27 @@
 """Evaluate a cascade, which may be too large to train at once, on a client's validation data, clean and under attack.
 
-The attack is end to end, from images to logits. Its gradient is computed piece by piece. A forward pass keeps the input of each
-piece. The backward pass then goes from the last piece to the first and computes each piece again. The result is the gradient of
-the whole cascade; it takes twice the forward passes, but only ever the activations of one piece. A client that cannot hold the
-weights of all pieces beside them reads each piece from its store in turn, and writes the inputs of pieces there.
+The attack is end to end, from images to logits. Its gradient is computed piece by piece (training/streamed.py). A client that
+cannot hold the weights of all pieces reads each piece from its store in turn, and writes the inputs of pieces there.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import count
-from pathlib import Path
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from piecework.client_app.client import Client
-from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
-from piecework.training.accelerator import to_device
 from piecework.training.answers import Metrics
 from piecework.training.attacks import Attack, Gradient, pgd
 from piecework.training.examples import Examples, batches
-from piecework.training.loop import Load, PieceModel, as_rows, classification_loss, in_precision
+from piecework.training.loop import PieceModel
 from piecework.training.memory_cap import pause_counting
 from piecework.training.messages import Task
+from piecework.training.pages import PageFiles
 from piecework.training.scoring import parts_of, predictions, score
-from piecework.training.sgd import TrainingConfig
-
-
-class Inputs(Protocol):
-    """Keeps the inputs of pieces from the forward pass to the backward pass."""
-
-    def put(self, number: int, z: Tensor) -> None:
-        """Keep the input z[B, ...] of a piece."""
-
-    def take(self, number: int) -> Tensor:
-        """Return the input of a piece, which is not needed again."""
-
-
-class InMemory:
-    """Keeps inputs in memory."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, Tensor] = {}
-
-    def put(self, number: int, z: Tensor) -> None:
-        """Keep the input z[B, ...] of a piece."""
-        self._kept[number] = z
-
-    def take(self, number: int) -> Tensor:
-        """Return the input of a piece, which is not needed again."""
-        return self._kept.pop(number)
-
-
-class OnDisk:
-    """Keeps inputs in files of a folder, for a device. In the files, maps are channels last, which is their memory format."""
-
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self.folder, self.device = folder, device
-
-    def put(self, number: int, z: Tensor) -> None:
-        """Keep the input z[B, ...] of a piece."""
-        np.save(self._path(number), as_rows(z, rounded=False).cpu().numpy())
-
-    def take(self, number: int) -> Tensor:
-        """Return the input of a piece, which is not needed again."""
-        z = to_device(torch.from_numpy(np.load(self._path(number), allow_pickle=False)), self.device)
-        return z.permute(0, 3, 1, 2) if z.dim() == 4 else z
-
-    def _path(self, number: int) -> str:
-        return str(self.folder / f"input-{number}.npy")
-
-
-class StreamedCascade:
-    """Pieces of a model in order, the last one with a head, in evaluation mode.
-
-    With `held`, the weights of all pieces stay in memory; otherwise `load` loads them in turn. `inputs` keeps their inputs.
-    """
-
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        pieces: Sequence[Piece],
-        head: str,
-        load: Load,
-        training_config: TrainingConfig,
-        inputs: Inputs,
-        *,
-        held: bool,
-        piece_class: type[PieceModel] = PieceModel,
-    ) -> None:
-        self.blueprint, self.pieces, self.head, self.load, self.held = blueprint, list(pieces), head, load, held
-        self.training_config, self.inputs = training_config, inputs
-        self.piece_class, self.attacked = piece_class, False
-        self.last = len(self.pieces) - 1
-        self._loaded: dict[int, PieceModel] = {}
-
-    def _piece(self, number: int) -> PieceModel:
-        if number not in self._loaded:
-            if not self.held:
-                self._loaded.clear()  # frees the last piece before the next one is built
-            head = self.head if number == self.last else None
-            piece = self.piece_class(self.blueprint, self.pieces[number], head, self.load)
-            piece.train(False)
-            for parameter in piece.parameters():
-                parameter.requires_grad_(False)
-            self._loaded[number] = piece
-        self._loaded[number].set_attacked(self.attacked)
-        return self._loaded[number]
-
-    def _last_input(self, z: Tensor, *, keep: bool) -> Tensor:
-        for number in range(self.last):
-            if keep:
-                self.inputs.put(number, z)
-            z = self._through(number, z)
-        return z
-
-    def _through(self, number: int, z: Tensor) -> Tensor:
-        """Return the output of a piece, which is logits for the last one."""
-        piece = self._piece(number)
-        return in_precision(piece.logits if number == self.last else piece.features, self.training_config)(z)
-
-    @torch.no_grad()
-    def logits(self, x: Tensor) -> Tensor:
-        """Return logits[B, classes] of x[B, ...]."""
-        return self._through(self.last, self._last_input(x, keep=False))
-
-    def gradient(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the gradient of the cross-entropy with labels y[B] with respect to x[B, ...]."""
-        with torch.no_grad():
-            z = self._last_input(x, keep=True)
-        z = z.detach().requires_grad_()
-        loss = classification_loss(self._through(self.last, z), y)
-        (gradient,) = torch.autograd.grad(loss, z)
-        del loss
-        for number in reversed(range(self.last)):
-            z = self.inputs.take(number).detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self._through(number, z), z, gradient)
-        return gradient
+from piecework.training.streamed import InMemory, InPages, StreamedCascade
 
 
 def attack_batch(
@@ -161,7 +43,7 @@ def cascade_of(
     client: Client, pieces: Sequence[Piece], head: str, *, held: bool, piece_class: type[PieceModel] = PieceModel
 ) -> StreamedCascade:
     """Return pieces of a client's model, of which those that are not `held` are in its store, as are their inputs."""
-    inputs = InMemory() if held else OnDisk(client.store.task, client.device)
+    inputs = InMemory() if held else InPages(PageFiles(client.store.task))
     load, training_config = client.load(), client.training_config
     return StreamedCascade(
         client.blueprint, pieces, head, load, training_config, inputs, held=held, piece_class=piece_class

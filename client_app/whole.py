@@ -8,6 +8,7 @@ after `attack.warmup` clean rounds.
 from collections.abc import Callable
 
 from piecework.client_app.client import Client, Update
+from piecework.client_app.paged import train_paged
 from piecework.models.partition import fits
 from piecework.models.work_item import Mode, WorkItem
 from piecework.training.loop import LocalTrainer, MakeLoss, OptimizerStateStore, PieceModel, single_loss
@@ -44,10 +45,12 @@ def train_whole(
 ) -> Update:
     """Train all of the task's network, with the strategy's own loss, piece class, carried momentum and trainer.
 
-    `mode` is that of the work item. With `swaps`, a network that does not fit is trained nevertheless;
-    otherwise raises MemoryBudgetExceededError.
+    `mode` is that of the work item. With `swaps`, a network that does not fit is trained nevertheless; otherwise raises
+    MemoryBudgetExceededError. Only where all of these are the usual ones does the server ask for a paged step.
     """
     item = whole_network(task, client, "training the whole model", mode=mode, swaps=swaps)
+    if item.pages:
+        return train_paged(task, client, item)
 
     def make() -> list[PieceModel]:
         return [piece_class(client.blueprint, item.atoms, item.head, client.load())]

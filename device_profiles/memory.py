@@ -97,10 +97,16 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of one training step: peak bytes, and FLOPs (2 per multiply-accumulate, forward and backward)."""
+    """The cost of one training step: peak bytes, and FLOPs (2 per multiply-accumulate, forward and backward).
+
+    A paged step also reads and writes files of so many bytes, in so many accesses.
+    """
 
     peak_bytes: int
     flops: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    accesses: int = 0
 
 
 def trace(work: Callable[[], object], memory: PeakMemory | None = None) -> StepCost:

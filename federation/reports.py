@@ -28,8 +28,9 @@ class ClientReport:
     deadline, or before enough others had answered: faults.deadline-factor, faults.over-sample); rejected (its update may not
     enter the model). `note` holds further remarks, also for status ok. `trained` names the parts of the model that the client
     trained, and `pieces` lists the atoms of each of its work items. `step` says how its steps fit (`memory.fit`), which
-    takes `step_flops` times the FLOPs of plain steps. Peaks are of training memory, and `evaluation_predicted` and
-    `evaluation_peak` of that in the round's evaluation on clients; `gpu_peak` is that of torch's allocator on a GPU.
+    takes `step_flops` times the FLOPs of plain steps. Paged steps read `disk_read` bytes and write `disk_written`.
+    Peaks are of training memory, and `evaluation_predicted` and `evaluation_peak` of that in the round's evaluation on clients;
+    `gpu_peak` is that of torch's allocator on a GPU.
     `waited_seconds` is how long the round awaited its answer, and `deadline_seconds` how long it would have at most, None
     without a deadline of its own. On real devices both begin when its task is sent; where clients are emulated, both are
     simulated.
@@ -59,6 +60,8 @@ class ClientReport:
     trained: list[str] = field(default_factory=list)
     step: str = ""
     step_flops: float = 1.0
+    disk_read: int = 0
+    disk_written: int = 0
     examples: int = 0
     train_loss: float | None = None
     val_accuracy: float | None = None
@@ -151,6 +154,7 @@ class ClientReport:
         self.budget = min(self.budget, self.client_budget)
         self.message_bytes, self.measured_peak = metrics.get("message-bytes", 0), metrics.get("measured-peak", 0)
         self.predicted_peak, self.gpu_peak = metrics.get("predicted-peak", 0), metrics.get("gpu-peak", 0)
+        self.disk_read, self.disk_written = metrics.get("disk-read", 0), metrics.get("disk-written", 0)
         self.rss_peak, self.rss_growth = metrics.get("rss-peak", 0), metrics.get("rss-growth", 0)
         self.examples, self.seconds = metrics.get("num-examples", 0), metrics.get("seconds", 0.0)
         self.train_loss, self.val_accuracy = metrics.get("train-loss"), metrics.get("val-accuracy")

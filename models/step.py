@@ -60,7 +60,7 @@ def _phrases(step: Step) -> list[str]:
         "recomputes norms and activations": step.cheap,
         f"recomputes {count} atom{'s' if count > 1 else ''}": count,
         "steps in the backward pass": step.in_backward,
-        f"pages {len(step.pages)} segments": step.pages,
+        f"pages through {len(step.pages)} segment{'s' if len(step.pages) > 1 else ''}": step.pages,
         "with features in files": step.spilled,
     }
     return [phrase for phrase, holds in said.items() if holds]

@@ -18,6 +18,7 @@ from piecework.models.partition import AtomTooLargeError
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.planning.cut import Cut, label
+from piecework.planning.page_plan import speed_of
 from piecework.planning.part import Part
 from piecework.training.evaluation_step import EvaluationStep
 
@@ -125,5 +126,5 @@ def fitting_parts(cut: Cut, assignment: Assignment, device: DeviceState) -> list
     for item in assignment.items:
         if (needed := assignment.needed.get(item, 0)) > allowed and not cut.swaps:
             raise MemoryBudgetExceededError(needed, device.budget_bytes, f"training {label(cut.part(item))}")
-    parts = [cut.fitting_part(item, allowed) for item in assignment.items]
+    parts = [cut.fitting_part(item, allowed, speed_of(device)) for item in assignment.items]
     return parts if assignment.covers is None else [replace(part, covers=assignment.covers) for part in parts]

@@ -17,7 +17,9 @@ from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import unit_signature
 from piecework.models.partition import Piece
 from piecework.models.step import Step, step_of, with_step
-from piecework.planning.fit import cheapest, smallest
+from piecework.planning.fit import AUTO, cheapest, smallest
+from piecework.planning.page_cost import paged_cost
+from piecework.planning.page_plan import BOARD, Speed
 from piecework.planning.paper_memory import MEMORY_MODELS, MemoryModel
 from piecework.planning.part import Part, whole_model
 from piecework.planning.step_cost import piece_cost, stream_cost
@@ -83,6 +85,8 @@ class CostModel:
         """Return peak bytes and FLOPs of one training step of a part, from fake tensors."""
         training_config = self._config_of(part)
         key = training_config, part.signature()
+        if key not in _TRACED and part.pages:
+            _TRACED[key] = recall(paged_cost, part.blueprint, part.atoms, part.head, training_config, part.piece_class)
         if key not in _TRACED:
             _TRACED[key] = recall(
                 piece_cost,
@@ -144,17 +148,25 @@ class CostModel:
             self._by_paper[key] = int(self.memory_model(part, self.reference, self.training_config))
         return self._by_paper[key]
 
-    def fit_part(self, part: Part, allowed: int) -> Part:
-        """Return the part with the cheapest step of at most `allowed` bytes (planning/fit.py), else the smallest step."""
-        ways = tuple(way for way in self.ways if way in part.ways)
-        if not ways:
+    def fit_part(self, part: Part, allowed: int, speed: Speed = BOARD) -> Part:
+        """Return the part with the cheapest step of at most `allowed` bytes (planning/fit.py), else the smallest step.
+
+        What is cheapest may depend on the device's speed, where steps page.
+        """
+        ways = tuple(way for way in self.ways if way == AUTO or (way in part.ways and way not in self._impossible))
+        if not set(ways) - {AUTO}:
             return part
-        key = part.signature(), part.at_input, allowed
+        key = part.signature(), part.at_input, part.pageable, allowed, speed if "page" in ways else None
         if key not in self._steps:
-            found = cheapest(self, part, allowed, ways) if allowed else smallest(self, part, ways)
+            found = cheapest(self, part, allowed, ways, speed) if allowed else smallest(self, part, ways)
             found = found or self.fit_part(part, 0)
             self._steps[key] = step_of(found)
         return with_step(part, self._steps[key])
+
+    @property
+    def _impossible(self) -> tuple[str, ...]:
+        """The ways that this training config rules out: clipping needs all gradients at once."""
+        return ("step-in-backward", "page") if self.training_config.clip_norm else ()
 
     @cached_property
     def unattacked(self) -> "CostModel":

@@ -4,7 +4,7 @@ Each method's cut is in the file of the method or next to it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self, final
 
@@ -18,8 +18,10 @@ from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel
 from piecework.planning.counts import entries
 from piecework.planning.evaluation_cost import evaluation_steps
+from piecework.planning.page_plan import BOARD, Speed
 from piecework.planning.part import Part
 from piecework.training.capabilities import Capabilities
+from piecework.training.loop import PieceModel, single_loss
 from piecework.training.settings import Settings
 
 
@@ -119,28 +121,28 @@ class Cut:
         """Return the fewest bytes with which a device can do a work item, with the smallest step that `memory.fit` allows."""
         return self.bytes(self._fit_item(item, 0))
 
-    def costs(self, needed: Mapping[WorkItem, int], allowed: int) -> dict[WorkItem, int]:
+    def costs(self, needed: Mapping[WorkItem, int], allowed: int, speed: Speed = BOARD) -> dict[WorkItem, int]:
         """Return the costs of a task, for a device that may use `allowed` bytes, from the bytes that its items need at least.
 
         Each item is listed with the cheapest step that fits, and with the smallest one in case a device has less memory.
         """
         if not self.cost_model.ways:
             return dict(needed)
-        steps = {step: least for item, least in needed.items() for step in self._steps(item, allowed)}
+        steps = {step: least for item, least in needed.items() for step in self._steps(item, allowed, speed)}
         return {item: least if item.measured else max(self.bytes(item), least) for item, least in steps.items()}
 
-    def _steps(self, item: WorkItem, allowed: int) -> list[WorkItem]:
+    def _steps(self, item: WorkItem, allowed: int, speed: Speed = BOARD) -> list[WorkItem]:
         smallest = item if item.measured else self._fit_item(item, 0)
         if item.measured or (self.swaps and self.bytes(smallest) > allowed):
             return [item]
-        return [self._fit_item(item, allowed), smallest]
+        return [self._fit_item(item, allowed, speed), smallest]
 
-    def _fit_item(self, item: WorkItem, allowed: int) -> WorkItem:
+    def _fit_item(self, item: WorkItem, allowed: int, speed: Speed = BOARD) -> WorkItem:
         """Return the item with the step for a device that may use `allowed` bytes: the smallest if none fits."""
-        return with_step(item, self._fit_part(item, allowed))
+        return with_step(item, self._fit_part(item, allowed, speed))
 
-    def _fit_part(self, item: WorkItem, allowed: int) -> Part:
-        return self.cost_model.fit_part(self.part(item), allowed)
+    def _fit_part(self, item: WorkItem, allowed: int, speed: Speed = BOARD) -> Part:
+        return self.cost_model.fit_part(self.part(item), allowed, speed)
 
     def min_budget(self) -> int:
         """Return the smallest budget (bytes) with which a client can train anything; 0 = any budget."""
@@ -166,8 +168,12 @@ class Cut:
         """Return the part that a work item trains, with the step that it names: that of `plain_part`, made once."""
         if item not in self._made:
             own = self.plain_part(item.plain)
-            self._made[item] = with_step(own, item)
+            self._made[item] = replace(with_step(own, item), pageable=self._can_page(own))
         return self._made[item]
+
+    def _can_page(self, part: Part) -> bool:
+        usual = part.make_loss is single_loss and part.piece_class is PieceModel and not (part.targets or part.learns)
+        return self.can.pages and part.whole and usual
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the part that an item with a plain step trains; by default its atoms of the server's model with their head.
@@ -213,9 +219,9 @@ class Cut:
         atoms = enumerate(self.blueprint.atoms) if self.can.single_atoms else ()
         return [atom.name for number, atom in atoms if f"atoms.{number}" not in trained]
 
-    def fitting_part(self, item: WorkItem, allowed: int) -> Part:
+    def fitting_part(self, item: WorkItem, allowed: int, speed: Speed = BOARD) -> Part:
         """Return the part of an item with the cheapest step of at most `allowed` bytes, else the one to fall back to."""
-        return self.part(self._steps(item, allowed)[0]) if self.cost_model.ways else self.part(item)
+        return self.part(self._steps(item, allowed, speed)[0]) if self.cost_model.ways else self.part(item)
 
 
 def trains_adversarially(can: Capabilities, settings: Settings) -> bool:

@@ -1,23 +1,28 @@
-"""Ways to fit a training step into less memory without changing what it computes: micro-batches and recomputed segments.
+"""Ways to fit a training step into less memory: the ladder of `memory.fit`, from the plain step to one that is paged.
 
-Micro-batches cost no FLOPs. Recomputation costs the forward pass of its segments once more. `cheapest` finds the step with the
-fewest FLOPs that fits, and `smallest` the one with the fewest bytes. Both verify with traced costs.
+A step moves parameters in its backward pass, which costs nothing; computes norms and activations again, which costs a few
+percent; computes segments of atoms again, which costs their forward pass; or pages through the model, which costs most of a
+forward pass and the time of a disk. All of these are the plain step, bit for bit. Micro-batches are it to rounding, and with
+batch norms they are another step. `cheapest` finds the step with the fewest predicted seconds that fits, and `smallest` the one
+with the fewest bytes. Both verify with traced costs.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from piecework.device_profiles.memory import StepCost
 from piecework.device_profiles.trace_cache import recall
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.static_norms import mixes_examples
-from piecework.models.step import Segment
+from piecework.models.step import Segment, Step, with_step
+from piecework.planning.page_plan import BOARD, Layers, Speed, fewest_seconds, finest, layers_of, peak_of
 from piecework.planning.part import Part
+from piecework.planning.recompute_plan import fewest_flops, leanest
 from piecework.planning.step_cost import ActivationProfile, activation_profile
-from piecework.training.settings.shared import WAYS
 from piecework.training.sgd import TrainingConfig
 
+AUTO = "auto"  # among ways: the fastest step of all, not the first way that fits
 _PROFILES: dict[Hashable, ActivationProfile] = {}
 ATTEMPTS = 8  # traces of one search; the profile has been off by a few buffers at most
 
@@ -33,31 +38,33 @@ class Costs(Protocol):
         """Return peak bytes and FLOPs of one training step of a part."""
 
 
-def cheapest(costs: Costs, part: Part, allowed: int, ways: Sequence[str]) -> Part | None:
+def cheapest(costs: Costs, part: Part, allowed: int, ways: Sequence[str], speed: Speed = BOARD) -> Part | None:
     """Return the part with a step that takes at most `allowed` bytes, or None if no step fits.
 
-    The plain step is first. Then each of the `ways` alone is tried, in their order, and then both together. A step has the
-    largest micro-batch that fits, and the fewest FLOPs.
+    The plain step is first. Then each of the `ways` alone is tried, in their order, and then the fastest of all that they allow
+    together; with AUTO among them, this one at once. Steps that compute the plain one, at least to rounding, go before others.
     """
     if _bytes(costs, part) <= allowed:
         return part
-    for way in ways:
-        found = _slice_batch(costs, part, allowed) if way == "micro-batch" else _recompute(costs, part, allowed)
-        if found is not None:
-            return found
-    if len(ways) < len(WAYS):
-        return None
-    both = (_recompute(costs, sliced, allowed) for sliced in slices(costs, part))
-    return min(filter(None, both), key=lambda found: costs.trace(found).flops, default=None)
+    if AUTO not in ways:
+        for way in ways:
+            if (found := _fastest(costs, part, allowed, (way,), speed)) is not None:
+                return found
+    return _fastest(costs, part, allowed, ways, speed) if len(ways) > 1 else None
 
 
 def smallest(costs: Costs, part: Part, ways: Sequence[str]) -> Part:
     """Return the part with the step that takes the fewest bytes of all that `ways` allow."""
-    found = [part]
+    found = list(_bases(part, ways))
     if "micro-batch" in ways:
-        found += list(slices(costs, part))[-1:]
+        found += [list(slices(costs, each))[-1] for each in found if not each.in_backward and list(slices(costs, each))]
     if "recompute" in ways:
         found += [replace(each, recompute=_leanest(costs, each)) for each in found]
+    if "page" in ways:
+        paged = [replace(each, spilled=spilled) for each in _bases(part, ways, paged=True) for spilled in (False, True)]
+        if "micro-batch" in ways:
+            paged += [list(slices(costs, each))[-1] for each in paged if list(slices(costs, each))]
+        found += [replace(each, pages=pages) for each in paged for pages in _leanest_pages(costs, each)]
     return min(found, key=lambda each: _bytes(costs, each))
 
 
@@ -73,12 +80,79 @@ def slices(costs: Costs, part: Part) -> Iterator[Part]:
         yield replace(part, micro_batch=size)
 
 
+def seconds_of(costs: Costs, part: Part, speed: Speed) -> float:
+    """Return the predicted seconds of a step: computing, and moving files."""
+    cost = costs.trace(part)
+    moved = cost.bytes_read + cost.bytes_written
+    return cost.flops / speed.flops + moved / speed.disk + cost.accesses * speed.latency
+
+
+def _fastest(costs: Costs, part: Part, allowed: int, ways: Sequence[str], speed: Speed) -> Part | None:
+    """Return the part with the fastest step that fits, of those that compute the same if there are any.
+
+    The searches are in the order of the fewest seconds that they can find, so that most are spared.
+    """
+    plain = costs.trace(part).flops / speed.flops
+    best: Part | None = None
+    for same in (True, False):
+        for least, search in _searches(costs, part, allowed, ways, speed, same=same):
+            if best is not None and seconds_of(costs, best, speed) <= plain + least:
+                break
+            found = search()
+            if found is not None and (best is None or seconds_of(costs, found, speed) < seconds_of(costs, best, speed)):
+                best = found
+        if best is not None:
+            return best
+    return None
+
+
+Search = tuple[float, Callable[[], Part | None]]  # the least seconds above the plain step's, and the search
+
+
+def _searches(
+    costs: Costs, part: Part, allowed: int, ways: Sequence[str], speed: Speed, *, same: bool
+) -> Iterator[Search]:
+    """Yield the searches for steps that compute the same, or for the others."""
+    lean = list(_bases(part, ways))[-1]
+    sliced = replace(lean, in_backward=False)
+    same_slices = "micro-batch" in ways and same != mixes_examples(part.blueprint)
+    if same:
+        yield 0.0, lambda: next((each for each in _bases(part, ways) if _bytes(costs, each) <= allowed), None)
+        if "recompute" in ways:
+            yield 0.0, lambda: _recompute(costs, lean, allowed)
+    if same_slices:
+        yield 0.0, lambda: next((each for each in slices(costs, sliced) if _bytes(costs, each) <= allowed), None)
+        if "recompute" in ways:
+            both = (_recompute(costs, each, allowed) for each in slices(costs, sliced))
+            yield 0.0, lambda: min(filter(None, both), key=lambda each: costs.trace(each).flops, default=None)
+    if "page" in ways:
+        paged = list(_bases(part, ways, paged=True))[-1]
+        least = 2 * part.state_bytes / speed.disk
+        for spilled in (False, True):
+            form = replace(paged, spilled=spilled)
+            if same:
+                yield least, lambda form=form: _page(costs, form, allowed, speed)  # type: ignore[misc]
+            if same_slices:
+                yield least, lambda form=form: _page_slices(costs, form, allowed, speed)  # type: ignore[misc]
+
+
+def _page_slices(costs: Costs, part: Part, allowed: int, speed: Speed) -> Part | None:
+    return next(filter(None, (_page(costs, each, allowed, speed) for each in slices(costs, part))), None)
+
+
+def _bases(part: Part, ways: Sequence[str], *, paged: bool = False) -> Iterator[Part]:
+    """Yield the part with the ways that change no FLOPs: none, each, and both.
+
+    A paged step moves in its backward pass anyway.
+    """
+    moves = "step-in-backward" in ways and not paged
+    for cheap in (False, True) if "recompute-cheap" in ways else (False,):
+        for in_backward in (False, True) if moves else (False,):
+            yield with_step(part, Step(cheap=cheap, in_backward=in_backward))
+
+
 def _bytes(costs: Costs, part: Part) -> int:
     return costs.trace(part).peak_bytes
-
-
-def _slice_batch(costs: Costs, part: Part, allowed: int) -> Part | None:
-    return next((found for found in slices(costs, part) if _bytes(costs, found) <= allowed), None)
 
 
 def _recompute(costs: Costs, part: Part, allowed: int) -> Part | None:
@@ -86,13 +160,35 @@ def _recompute(costs: Costs, part: Part, allowed: int) -> Part | None:
 
     The segments are optimal for the profile. If the traced step takes more than the profile says, the limit is lowered by that.
     """
-    profile, flops = _profile(costs, part)
+    profile, flops = _profile(costs, part), _forward_flops(part)
+    return _tighten(costs, allowed, lambda limit: _with_recomputed(part, fewest_flops(profile, flops, limit)))
+
+
+def _with_recomputed(part: Part, segments: tuple[Segment, ...] | None) -> Part | None:
+    return None if segments is None else replace(part, recompute=segments)
+
+
+def _page(costs: Costs, part: Part, allowed: int, speed: Speed) -> Part | None:
+    """Return the part with the fastest pages for the profile, whose traced step fits, or None."""
+    layers = _layers(costs, part)
+
+    def plan(limit: float) -> Part | None:
+        pages = fewest_seconds(layers, limit, speed, spilled=part.spilled)
+        return None if pages is None else replace(part, pages=pages)
+
+    if (found := _tighten(costs, allowed, plan)) is not None:
+        return found
+    least = replace(part, pages=finest(len(part.atoms)))
+    return least if _bytes(costs, least) <= allowed else None
+
+
+def _tighten(costs: Costs, allowed: int, plan: Callable[[float], Part | None]) -> Part | None:
+    """Return a part of `plan(limit)` whose traced step takes at most `allowed` bytes, with lower and lower limits; or None."""
     limit: float = allowed
     for _ in range(ATTEMPTS):
-        segments = fewest_flops(profile, flops, limit)
-        if segments is None:
+        found = plan(limit)
+        if found is None:
             return None
-        found = replace(part, recompute=segments)
         excess = _bytes(costs, found) - allowed
         if excess <= 0:
             return found
@@ -101,69 +197,41 @@ def _recompute(costs: Costs, part: Part, allowed: int) -> Part | None:
 
 
 def _leanest(costs: Costs, part: Part) -> tuple[Segment, ...]:
-    """Return the segments with the lowest peak by the profile."""
-    profile, flops = _profile(costs, part)
-    low, high = 0.0, float(max(profile.peaks))
+    return leanest(_profile(costs, part), _forward_flops(part))
+
+
+def _leanest_pages(costs: Costs, part: Part) -> list[tuple[Segment, ...]]:
+    """Return the pages with the lowest peak by the profile, and the finest: one of them has the lowest, or nearly so."""
+    layers, fine = _layers(costs, part), finest(len(part.atoms))
+    low, high = 0.0, float(peak_of(layers, fine, spilled=part.spilled))
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fewest_flops(profile, flops, middle) is not None else (middle, high)
-    return fewest_flops(profile, flops, high) or ()
+        fits = fewest_seconds(layers, middle, BOARD, spilled=part.spilled) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    return [
+        fewest_seconds(layers, high, BOARD, spilled=part.spilled) or fine,
+        fine,
+        finest(len(part.atoms), alone=False),
+    ]
 
 
-def _profile(costs: Costs, part: Part) -> tuple[ActivationProfile, list[int]]:
+def _forward_flops(part: Part) -> list[int]:
+    return [layer_statistics(part.blueprint, f"atoms.{atom}").flops for atom in part.atoms]
+
+
+def _layers(costs: Costs, part: Part) -> Layers:
+    config = costs.training_config
+    size, moves = part.micro_batch or config.batch_size, with_step(part, Step(cheap=part.cheap, in_backward=True))
+    profile = _profile(costs, replace(moves, micro_batch=part.micro_batch))
+    return layers_of(part, profile, size, config.moments)
+
+
+def _profile(costs: Costs, part: Part) -> ActivationProfile:
+    """Return the profile of the plain step, or of a base, for a micro-batch as the batch."""
     size = part.micro_batch or costs.training_config.batch_size
-    training_config = replace(costs.training_config, batch_size=size, attack=None)
-    flops = [layer_statistics(part.blueprint, f"atoms.{atom}").flops for atom in part.atoms]
+    base = Step(cheap=part.cheap, in_backward=part.in_backward)
+    training_config = with_step(replace(costs.training_config, batch_size=size, attack=None), base)
     key = training_config, part.signature()
     if key not in _PROFILES:
         _PROFILES[key] = recall(activation_profile, part, training_config)
-    return _PROFILES[key], flops
-
-
-@dataclass(frozen=True)
-class _Prefix:
-    """A choice for the first atoms: the bytes that it keeps of them, its extra FLOPs, and its segments."""
-
-    kept: int
-    flops: int
-    segments: tuple[Segment, ...]
-
-
-def fewest_flops(profile: ActivationProfile, flops: Sequence[int], limit: float) -> tuple[Segment, ...] | None:
-    """Return the segments to recompute with the fewest FLOPs for a peak of at most `limit` bytes; None if none have it.
-
-    `flops` are those of each atom's forward pass. This is dynamic programming over atoms: of all choices for the first atoms
-    only those remain that keep fewer bytes than every choice with fewer FLOPs.
-    """
-    atoms = len(flops)
-    before = [0]  # bytes that the plain step keeps of the atoms before each one
-    for kept in profile.kept:
-        before.append(before[-1] + kept)
-
-    def fits(prefix: _Prefix, first: int, last: int) -> bool:
-        spared = before[first] - prefix.kept
-        return all(profile.peaks[atom] - spared <= limit for atom in range(first, last))
-
-    prefixes: list[list[_Prefix]] = [[] for _ in range(atoms + 1)]
-    prefixes[0] = [_Prefix(0, 0, ())]
-    for first in range(atoms):
-        for prefix in _best(prefixes[first]):
-            if fits(prefix, first, first + 1):
-                prefixes[first + 1].append(replace(prefix, kept=prefix.kept + profile.kept[first]))
-            for last in range(first + 1, atoms + 1):
-                if not fits(prefix, first, last):
-                    break
-                again = prefix.flops + sum(flops[first:last])
-                segments = (*prefix.segments, (first, last))
-                prefixes[last].append(_Prefix(prefix.kept + profile.outputs[last - 1], again, segments))
-    ends = [prefix for prefix in _best(prefixes[atoms]) if fits(prefix, atoms, atoms + 1)]
-    return min(ends, key=lambda prefix: prefix.flops).segments if ends else None
-
-
-def _best(prefixes: Sequence[_Prefix]) -> list[_Prefix]:
-    """Return the choices that no other one beats in both bytes and FLOPs."""
-    found: list[_Prefix] = []
-    for prefix in sorted(prefixes, key=lambda each: (each.flops, each.kept)):
-        if not found or prefix.kept < found[-1].kept:
-            found.append(prefix)
-    return found
+    return _PROFILES[key]

@@ -29,6 +29,7 @@ class Part(Step):
     clean: bool = False  # it trains on clean examples even if the run's step is adversarial
     learns: tuple[str, ...] = ()  # the units that learn; none = all
     channels: float = 1.0  # over all rounds, clients with such parts train at most this fraction of a layer's channels
+    pageable: bool = False  # the method trains the whole model by itself, with the usual loss
     covers: tuple[str, ...] | None = (
         None  # units of the run's own model that training changes, if not the `learned` ones
     )
@@ -54,7 +55,9 @@ class Part(Step):
     def ways(self) -> tuple[str, ...]:
         """The ways of `memory.fit` that compute the same step of this part."""
         one = self.copies == 1 and len(self.atoms) > 0
-        return tuple(way for way in self.piece_class.ways if one or way != "recompute")
+        absent = {"page"} if not self.pageable else set()
+        absent |= set() if one else {"recompute", "recompute-cheap", "page"}
+        return tuple(way for way in self.piece_class.ways if way not in absent)
 
     @property
     def whole(self) -> bool:

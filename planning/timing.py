@@ -46,15 +46,19 @@ def work_seconds(
 ) -> float:
     """Return the simulated seconds of a device that trains parts one after another, each on that many examples (`seen`).
 
-    `message_bytes` are those received and sent. Each part is read from disk once, its inputs with every batch. With a cut that
-    swaps, there is one part, which may be larger than the device's memory, unless `memory.fit` fits its step.
+    `message_bytes` are those received and sent. Each part is read from disk once, its inputs with every batch, and what paged
+    steps move. With a cut that swaps, there is one part, which may be larger than the device's memory, unless `memory.fit` fits
+    its step.
     """
     if cut.swaps and not any(part.step for part in parts):
         (part,), (n,) = parts, seen
         return swapped_seconds(cut.settings, cost_model, part, n, state, message_bytes)
     read = [p.copies * p.state_bytes + stored_bytes(cut.settings, p) * n for p, n in zip(parts, seen, strict=True)]
-    batches = sum(batches_of(cut.settings, n) for n in seen)
-    return simulated_seconds(state, work_flops(cost_model, parts, seen, executed), *message_bytes, sum(read), batches)
+    batches = [batches_of(cut.settings, n) for n in seen]
+    paged = [(cost_model.trace(p), n) for p, n in zip(parts, batches, strict=True) if p.pages]
+    moved = sum(read) + sum(n * (cost.bytes_read + cost.bytes_written) for cost, n in paged)
+    accesses = sum(batches) + sum(n * cost.accesses for cost, n in paged)
+    return simulated_seconds(state, work_flops(cost_model, parts, seen, executed), *message_bytes, moved, accesses)
 
 
 def stored_bytes(settings: Settings, part: Part) -> int:

@@ -18,6 +18,7 @@ from piecework.federation.weight_cache import WeightCache
 from piecework.planning.assignment import Assignment, Context, least_bytes
 from piecework.planning.costs import cost_model_for
 from piecework.planning.cut import trains_adversarially
+from piecework.planning.page_plan import speed_of
 from piecework.strategies.client_evaluation import Verdict, choose_evaluators, mean_verdict
 from piecework.strategies.cohort import draw_clients
 from piecework.strategies.late_answers import LateAnswers
@@ -148,7 +149,7 @@ class MethodServer(Strategy):
             lr=learning_rate(self.settings, server_round) if assignment.lr is None else assignment.lr,
             state_dir=self.experiment.state_dir,
             enforced=self.enforced,
-            costs=self.method.cut.costs(assignment.needed, state.allowed_bytes),
+            costs=self.method.cut.costs(assignment.needed, state.allowed_bytes, speed_of(state)),
             discarded_rounds=assignment.discarded_rounds,
             kept_round=assignment.kept_round,
             adversarial=attacked if assignment.adversarial is None else assignment.adversarial,

@@ -85,6 +85,8 @@ class Figures(BaseModel):
     measured_peak: Bytes = 0
     gpu_peak: Bytes = 0
     rss_peak: Bytes = 0
+    disk_read: Bytes = 0
+    disk_written: Bytes = 0
     rss_growth: Annotated[int, Field(ge=-ENDLESS, le=ENDLESS)] = 0
     num_examples: Examples = 0
     seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0

@@ -42,6 +42,7 @@ class Capabilities:
     fit: bool | Case = (
         True  # a step may be fitted into a small budget (`memory.fit`), because the method does not change it
     )
+    pages: bool = False  # clients train the whole model with the usual step, which may page through it (`memory.fit`)
     optimisers: bool = (
         True  # clients train with the optimiser that the settings name, and not with one of the method's own
     )

@@ -44,6 +44,7 @@ class PieceModel:
         self.modules = {f"atoms.{index}": load(f"atoms.{index}") for index in atoms}
         self.head = load(head) if head else nn.Identity()
         self.recompute: tuple[Segment, ...] = ()
+        self.cheap = False
 
     def units(self) -> dict[str, nn.Module]:
         """Return the modules by unit name, the head last."""
@@ -262,7 +263,7 @@ def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: 
     """Set up a step: training mode, one optimiser over all pieces, and the loss."""
     for piece in pieces:
         piece.train(True)
-        piece.recompute = training_config.recompute
+        piece.recompute, piece.cheap = training_config.recompute, training_config.cheap
     loss = make_loss(pieces)
     return (
         in_bfloat16(loss) if training_config.precision == "bfloat16" else loss,

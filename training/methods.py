@@ -48,7 +48,7 @@ TABLES = {  # of settings, by name
     "splitmix": "piecework.strategies.width.splitmix.settings:SplitMixSettings",
 }
 
-FEDAVG = Capabilities(attack="optional", late=True)
+FEDAVG = Capabilities(attack="optional", late=True, pages=True)
 SIMPLEST = "fedavg"  # with which all others are compared
 FEDEPTH = Capabilities(cuts=True, single_atoms=True, late=True, norms="measured")
 FEDPROPHET = Capabilities(attack="always", cuts=True, stages=True, measures=False, swaps_with="fedprophet")
@@ -63,6 +63,7 @@ FEDDF = Capabilities(
     untrained="distilled",
     norms="measured",
     public=True,
+    pages=True,
     caveat="small devices train other models; needs public data",
 )
 SPAFL = Capabilities(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -67,6 +68,27 @@ class SGD:
         self._undecayed = {id(p) for p in undecayed}
         self.buffers: list[Held] = []
         self._allocate()
+        if training_config.in_backward:
+            self._move_in_backward()
+
+    def _move_in_backward(self) -> None:
+        """Have each parameter move as soon as its gradient is complete, which frees the gradient; `step` then moves no other.
+
+        What it computes is the same, bit for bit. Raises ValueError if a step needs all gradients at once.
+        """
+        if self.training_config.clip_norm or self.training_config.micro_batch:
+            raise ValueError(
+                f"a step in the backward pass with clip_norm = {self.training_config.clip_norm:g} and micro_batch = "
+                f"{self.training_config.micro_batch}: clipping needs the norm of all gradients, and micro-batches add them up"
+            )
+        for i, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._move_at_once, i))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _move_at_once(self, number: int, parameter: Tensor) -> None:
+        held = id(parameter) in self._undecayed
+        self._move([number], 0.0 if held else self.training_config.weight_decay)
+        parameter.grad = None
 
     def _allocate(self) -> None:
         """Allocate the state that is kept between steps."""

@@ -11,8 +11,9 @@ from zoo_helpers import blueprint_of
 
 from piecework.models.step import Segment
 from piecework.planning.costs import CostModel
-from piecework.planning.fit import cheapest, fewest_flops, slices, smallest
+from piecework.planning.fit import cheapest, slices, smallest
 from piecework.planning.part import Part, whole_model
+from piecework.planning.recompute_plan import fewest_flops
 from piecework.planning.step_cost import ActivationProfile
 from piecework.report.display import step_rows
 from piecework.report.run_page import write_report
@@ -141,6 +142,6 @@ def test_who_cannot_train_in_any_way_says_what_the_least_is(tmp_path: Path) -> N
 
 def test_unknown_ways_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"memory\.fit = 'micro-batch,swap': name each way once, as in micro-batch,recompute"
+        ValueError, match=r"memory\.fit = 'micro-batch,swap': expected auto, or each way once, as in step-in-backward"
     ):
         Settings.from_run_config({"memory.fit": "micro-batch,swap", "strategy": "fedavg"})

@@ -37,7 +37,8 @@ FlowerPartitioner = Literal[  # of flwr-datasets, those that divide rows by numb
     "flwr:SizePartitioner",
     "flwr:SquarePartitioner",
 ]
-WAYS = ("micro-batch", "recompute")  # to fit a step into a small budget
+# To fit a step into a small budget, those that cost the least time first.
+WAYS = ("step-in-backward", "recompute-cheap", "micro-batch", "recompute", "page")
 
 
 class DataSettings(Table):
@@ -244,21 +245,23 @@ class MemorySettings(Table):
     )
     fit: str = setting(
         "",
-        "ways in which a step may fit a small budget, preferred first: micro-batch, recompute; empty = plain steps alone",
+        "ways in which a step may fit a small budget, preferred first: step-in-backward, recompute-cheap, recompute, page, "
+        "micro-batch; auto = the fastest of all; empty = plain steps alone",
         able("fit", memory__model="traced"),
     )
 
     @model_validator(mode="after")
     def _require_known_ways(self) -> Self:
         """Raise ValueError for an unknown or repeated way in `fit`."""
-        if set(self.ways) - set(WAYS) or len(set(self.ways)) < len(self.ways):
-            raise ValueError(f"memory.fit = {self.fit!r}: name each way once, as in {','.join(WAYS)}")
+        if set(self.ways) - {"auto", *WAYS} or len(set(self.ways)) < len(self.ways):
+            raise ValueError(f"memory.fit = {self.fit!r}: expected auto, or each way once, as in {','.join(WAYS)}")
         return self
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The ways in `fit`."""
-        return tuple(way.strip() for way in self.fit.split(",")) if self.fit.strip() else ()
+        """The ways in `fit`; with auto, auto and all ways."""
+        named = tuple(way.strip() for way in self.fit.split(",")) if self.fit.strip() else ()
+        return (*named, *WAYS) if named == ("auto",) else named
 
     @property
     def enforced(self) -> bool:

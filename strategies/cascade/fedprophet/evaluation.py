@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from piecework.client_app.validation import InMemory, StreamedCascade, attack_batch
+from piecework.client_app.validation import attack_batch
 from piecework.device_profiles.memory import trace
 from piecework.device_profiles.trace_cache import recall
 from piecework.models.cascade import Blueprint
@@ -36,27 +35,13 @@ from piecework.strategies.cascade.fedprophet.client import (
 )
 from piecework.training.attacks import Attack
 from piecework.training.evaluation_step import EvaluationStep
-from piecework.training.loop import as_rows, in_precision
+from piecework.training.loop import in_precision
+from piecework.training.pages import Pages
 from piecework.training.sgd import TrainingConfig
+from piecework.training.streamed import InMemory, InPages, StreamedCascade
 
 if TYPE_CHECKING:
     from piecework.strategies.cascade.fedprophet.cut import FedProphetCut
-
-
-class Away:
-    """Keeps no inputs of pieces, but allocates what reading them from files does."""
-
-    def __init__(self) -> None:
-        self._like: dict[int, Tensor] = {}
-
-    def put(self, number: int, z: Tensor) -> None:
-        """Allocate what writing z[B, ...] takes, and note its shape."""
-        as_rows(z, rounded=False)
-        self._like[number] = z.to("meta")
-
-    def take(self, number: int) -> Tensor:
-        """Return an input of the same shape."""
-        return torch.empty_like(self._like.pop(number), device="cpu")
 
 
 def validation_cost(
@@ -66,7 +51,7 @@ def validation_cost(
     tracing(blueprint.name)
 
     def work() -> None:
-        head, inputs = head_behind(blueprint, pieces[-1][-1]), InMemory() if held else Away()
+        head, inputs = head_behind(blueprint, pieces[-1][-1]), InMemory() if held else InPages(Pages())
         cascade = StreamedCascade(blueprint, pieces, head, fake_load(blueprint), training_config, inputs, held=held)
         size = training_config.batch_size
         x, y = read_batch(blueprint, 0, size, rounded=False), torch.zeros(size, dtype=torch.int64)

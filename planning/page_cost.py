@@ -1,0 +1,66 @@
+"""The cost of a paged step, traced on fake tensors as that of any other: peak bytes, FLOPs, and what it reads and writes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from piecework.device_profiles.memory import FlopCount, StepCost, trace
+from piecework.models.cascade import Blueprint
+from piecework.planning.now import tracing
+from piecework.planning.step_cost import fake_batch, fake_load
+from piecework.training.attacks import Gradient, micro_batches
+from piecework.training.loop import PieceModel
+from piecework.training.paged import PagedCascade
+from piecework.training.pages import Pages
+from piecework.training.sgd import TrainingConfig
+
+
+def paged_cost(
+    blueprint: Blueprint,
+    atoms: Sequence[int],
+    head: str,
+    training_config: TrainingConfig,
+    piece_class: type[PieceModel] = PieceModel,
+) -> StepCost:
+    """Return the cost of a step whose config has `pages`."""
+    tracing(blueprint.name)
+    attack, pages, attack_flops, traced = training_config.attack, Pages(), FlopCount(), [0]
+    moved_by_attack = (0, 0, 0)
+
+    def first_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        # All micro-batches after the second are like the second, which finds gradients of the first.
+        parts = list(islice(micro_batches(training_config.micro_batch)(*tensors), 2))
+        traced[0] = sum(len(part[0]) for part in parts)
+        yield from parts
+
+    def work() -> None:
+        nonlocal moved_by_attack
+        one_step = replace(training_config, attack=replace(attack, steps=1)) if attack else training_config
+        cascade = PagedCascade(blueprint, atoms, head, fake_load(blueprint), one_step, pages, piece_class)
+        cascade.parts = first_parts
+        size = training_config.batch_size
+        x, y = fake_batch(blueprint, atoms[0], size), torch.zeros(size, dtype=torch.int64)
+        if attack is not None:
+            x = cascade.attack(x, y, 0, partial(_count, flops=attack_flops))
+            moved_by_attack = pages.moved
+        cascade.step(x, y)
+
+    cost = trace(work)
+    further = attack.steps - 1 if attack is not None else 0
+    flops = (cost.flops + further * attack_flops.total) * training_config.batch_size // traced[0]
+    moved = (own + further * more for own, more in zip(pages.moved, moved_by_attack, strict=True))
+    return StepCost(cost.peak_bytes, flops, *moved)
+
+
+def _count(gradient: Gradient, flops: FlopCount) -> Gradient:
+    """Return a gradient function that adds its FLOPs to `flops`."""
+
+    def count(x: Tensor, y: Tensor) -> Tensor:
+        with flops:
+            return gradient(x, y)
+
+    return count

@@ -1,0 +1,131 @@
+"""The pages of a step: tensors that leave memory and come back, in files of their own that leave nothing in the page cache.
+
+`Pages` counts what a step reads and writes, and moves nothing: with it, planners compute a step's cost. `PageFiles` moves the
+bytes of tensors as they lie in memory, without a copy. What a task writes is in its own folder, which ends with the task: a
+client that dies in the middle of a write has lost the task, and no step is ever half done.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from piecework.training.accelerator import CPU
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """Return a tensor that fills its storage without gaps, in whatever memory format: itself, or a copy."""
+    return tensor if _is_dense(tensor) else tensor.contiguous()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the strides are those of some order of the dimensions, without gaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class Pages:
+    """Counts the bytes and files that a step reads and writes. `device` is where tensors are in memory."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
+        self.bytes_read = self.bytes_written = self.accesses = 0
+
+    @property
+    def moved(self) -> tuple[int, int, int]:
+        """Bytes read and written, and accesses."""
+        return self.bytes_read, self.bytes_written, self.accesses
+
+    def holds(self, name: str) -> bool:
+        """Return whether a page was written."""
+        return True
+
+    def write(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Keep the values of tensors, which must be dense, under a name."""
+        self.bytes_written += _count_bytes(tensors)
+        self.accesses += 1
+
+    def read(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Give tensors of the same shapes and formats the values that were written under a name."""
+        self.bytes_read += _count_bytes(tensors)
+        self.accesses += 1
+
+
+def _count_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class PageFiles(Pages):
+    """Pages in files of a folder, which is made when the first is written."""
+
+    def __init__(self, folder: Path, device: torch.device = CPU) -> None:
+        super().__init__(device)
+        self.folder = folder
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.page"
+
+    def holds(self, name: str) -> bool:
+        """Return whether a page was written."""
+        return self._path(name).exists()
+
+    def write(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Keep the values of tensors, which must be dense, under a name; what was there is replaced."""
+        super().write(name, tensors)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._path(name).open("wb", buffering=0) as file:
+            for tensor in tensors:
+                _write_all(file.fileno(), _as_bytes(tensor.detach().to(CPU)))
+            _forget(file.fileno(), written=True)
+
+    def read(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Give tensors of the same shapes and formats the values that were written under a name.
+
+        Raises FileNotFoundError if nothing was, OSError if the file is shorter than the tensors.
+        """
+        super().read(name, tensors)
+        with self._path(name).open("rb", buffering=0) as file:
+            for tensor in tensors:
+                found = tensor.detach() if tensor.device == CPU else torch.empty_like(tensor, device=CPU)
+                _read_all(file.fileno(), _as_bytes(found), name)
+                if found.device != tensor.device:
+                    tensor.detach().copy_(found)
+            _forget(file.fileno(), written=False)
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    """Return a dense tensor's bytes in the order in which they lie in memory, which is shared."""
+    if not _is_dense(tensor):
+        raise ValueError(
+            f"a tensor with shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps: it has no page"
+        )
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
+
+
+def _write_all(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def _read_all(descriptor: int, into: memoryview, name: str) -> None:
+    while into:
+        if not (count := os.readv(descriptor, [into])):
+            raise OSError(f"page {name} is {len(into)} bytes too short")
+        into = into[count:]
+
+
+def _forget(descriptor: int, *, written: bool) -> None:
+    """Let the page cache drop a file, where the system can: it would count as memory of a container."""
+    if hasattr(os, "posix_fadvise"):
+        if written:
+            os.fdatasync(descriptor)  # only what is on the disk can be dropped
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
