@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piecework.device_profiles.workspace import FLOPS, WORKSPACE, lstm_kept
+from piecework.device_profiles.workspace import FLOPS, WORKSPACE
 
 
 class MemoryBudgetExceededError(RuntimeError):
@@ -117,52 +117,13 @@ def trace(work: Callable[[], object], memory: PeakMemory | None = None) -> StepC
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from piecework.device_profiles.cpu_results import AsOnTheCPU
+
     memory, flops = memory or PeakMemory(), FlopCount()
     fake = FakeTensorMode(allow_fallback_kernels=False)
-    with torch.random.fork_rng(devices=[]), fake, _AsOnTheCPU(), memory, flops:
+    with torch.random.fork_rng(devices=[]), fake, AsOnTheCPU(), memory, flops:
         work()
     return StepCost(memory.peak, flops.total)
-
-
-FILLS = {
-    torch.ops.aten.uniform_.default,
-    torch.ops.aten.normal_.default,
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.zero_.default,
-}
-
-
-class _AsOnTheCPU(Mode):  # type: ignore[no-untyped-call]
-    """Corrects fake results that differ from the CPU's in size or memory format."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._fused_sgd_.default:
-            return None  # it works in place without a fake kernel: the real one would run on real zeros
-        if func in FILLS:
-            return args[0]  # the values of initial weights do not matter
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():
-            *states, _ = result  # the fake workspace is empty
-            return (*states, torch.empty(lstm_kept(args), dtype=torch.uint8))
-        if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
-            *gradients, bias, _, states, cells = result  # the gradients of both biases are one tensor
-            return (*gradients, bias, bias.clone(), states, cells)
-        if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:
-            # The statistics have the precision of the weights, whatever that of the input.
-            result = (result[0], *(tensor.to(args[1].dtype) for tensor in result[1:]))
-        if func is torch.ops.aten.native_batch_norm_backward.default:
-            gradient, *others = result  # it has the format of the incoming gradient
-            return (_lay_as(gradient, args[1]), *others)
-        return result
-
-
-def _lay_as(tensor: Tensor | None, other: Tensor) -> Tensor | None:
-    """Return a tensor in the memory format of another, channels-last or not."""
-    channels_last = other.dim() == 4 and other.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return tensor if tensor is None else tensor.contiguous(memory_format=layout)
 
 
 class FlopCount(Mode):  # type: ignore[no-untyped-call]

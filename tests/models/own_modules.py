@@ -113,6 +113,13 @@ def net(num_classes: int, input_shape: Any) -> nn.Module:
     return Net(num_classes, input_shape[0])
 
 
+def narrow(num_classes: int, input_shape: Any) -> nn.Module:
+    """An eighth of its first convolution is one channel."""
+    first = nn.Sequential(nn.Conv2d(input_shape[0], 8, 3, padding=1), nn.ReLU())
+    second = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU())
+    return nn.Sequential(first, second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes))
+
+
 def branching(num_classes: int, input_shape: Any) -> nn.Module:
     first = nn.Sequential(nn.Conv2d(input_shape[0], 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     return nn.Sequential(first, Shaped(), nn.Linear(8, num_classes))
