@@ -49,12 +49,15 @@ class Layers:
     batch: int
 
 
-def layers_of(part: Part, profile: ActivationProfile, batch_size: int, moments: int) -> Layers:
-    """Return what paging a part depends on. The profile is that of a step that frees gradients in its backward pass."""
+def layers_of(part: Part, profile: ActivationProfile, batch_size: int, kept: float) -> Layers:
+    """Return what paging a part depends on. The profile is that of a step that frees gradients in its backward pass.
+
+    The optimiser keeps `kept` bytes of each parameter.
+    """
     units = [*(f"atoms.{atom}" for atom in part.atoms), part.head]
     found = [layer_statistics(part.blueprint, unit) for unit in units]
     largest = [max((layer.parameters for layer in each.layers), default=0) for each in found]
-    resident = sum(each.state_bytes for each in found) + 4 * moments * sum(each.parameters for each in found)
+    resident = sum(each.state_bytes for each in found) + round(kept * sum(each.parameters for each in found))
     batch = part.input_bytes * batch_size + 8 * batch_size
     working = [
         max(0, peak - resident - batch - sum(profile.kept[: position + 1]))
@@ -62,7 +65,7 @@ def layers_of(part: Part, profile: ActivationProfile, batch_size: int, moments: 
     ]
     return Layers(
         tuple(each.state_bytes for each in found),
-        tuple(4 * moments * count for count in largest),
+        tuple(round(kept * count) for count in largest),
         tuple(working),
         tuple(float(each.flops * batch_size) for each in found),
         profile.kept,

@@ -30,7 +30,7 @@ from piecework.training.adam import OPTIMISERS
 from piecework.training.attacks import Gradient, Parts, micro_batches, pgd
 from piecework.training.loop import Load, PieceModel, classification_loss
 from piecework.training.pages import Pages
-from piecework.training.sgd import TrainingConfig
+from piecework.training.sgd import TrainingConfig, stored_tensor
 from piecework.training.streamed import InMemory, InPages, StreamedCascade
 
 
@@ -176,7 +176,7 @@ class PagedCascade:
         assert isinstance(parameter, nn.Parameter)
         kind = self.piece_class.optimiser or OPTIMISERS[self.training_config.optimiser]
         optimiser = kind([parameter], self.training_config, [] if decayed else [parameter])
-        state = [tensor for held in optimiser.state().values() for tensor in held]
+        state = [stored_tensor(held) for kept in optimiser.state().values() for held in kept]
         page = f"{name}.state"
         if state and self.pages.holds(page):
             self.pages.read(page, state)

@@ -148,7 +148,7 @@ class SGD:
         """Write what is kept between steps to a folder, in a file for each kind: writing copies channels-last tensors."""
         folder.mkdir(exist_ok=True)
         for kind, held in self.state().items():
-            tensors = {str(i): _stored(each).contiguous() for i, each in enumerate(held)}
+            tensors = {str(i): stored_tensor(each).contiguous() for i, each in enumerate(held)}
             save_file(tensors, folder / f"{kind}.safetensors")
 
     def stored(self, folder: Path) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -156,7 +156,7 @@ class SGD:
         for kind, held in self.state().items():
             with safe_open(folder / f"{kind}.safetensors", framework="pt") as file:
                 for i, each in enumerate(held):
-                    yield i, _stored(each), file.get_tensor(str(i))
+                    yield i, stored_tensor(each), file.get_tensor(str(i))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -165,6 +165,6 @@ class SGD:
             tensor.copy_(found)
 
 
-def _stored(held: Held) -> Tensor:
+def stored_tensor(held: Held) -> Tensor:
     """Return the tensor that has all that is kept."""
     return held.packed if isinstance(held, EightBit) else held
