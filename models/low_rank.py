@@ -31,6 +31,7 @@ from piecework.models.resnet import BasicBlock
 from piecework.models.vit import Encoder
 
 CHAIN = "chain"
+SHOWN = 3  # atoms, in an error
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,28 @@ def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattere
         atoms.append(Atom(atom.name, build, (live or atom.shape[0], *atom.shape[1:])))
     cut_model = replace(blueprint, atoms=tuple(atoms), width=1.0)
     if not factors(cut_model):
-        raise ValueError(f"{blueprint.name} cannot be cut by rank: it has nothing to factorise after its first atom")
+        raise ValueError(f"{blueprint.name} cannot be cut by rank: {_describe_full(blueprint)}")
     return cut_model
+
+
+def _describe_full(blueprint: Blueprint) -> str:
+    """Return why no atom of a model has two factors: the atoms with the classes of their layers, and what would have them."""
+    first, *others = blueprint.atoms
+    if not others:
+        reason = f", because of {blueprint.uncut}" if blueprint.uncut else ""
+        return f"atom {first.name!r} is its only one{reason}, and the first atom of a model stays whole"
+    shown = []
+    for atom in others[:SHOWN]:
+        with torch.device("meta"):
+            module = atom.build()
+        layers = (type(layer).__name__ for layer in module.modules() if layer is not module and not [*layer.children()])
+        shown.append(f"{atom.name!r} ({', '.join(layers) or type(module).__name__})")
+    more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+    return (
+        f"the atoms after its first, {', '.join(shown)}{more}, stay whole. Two factors can replace the weights of this "
+        "project's BasicBlock, PreActivationBlock, Encoder and Lstm, and of a chain with a convolution named 'conv', as in "
+        "resnet18 or convnet; the recorded calls of another module have no such form"
+    )
 
 
 def require_chain(module: nn.Sequential, what: str) -> None:

@@ -248,6 +248,11 @@ def in_pieces(attacked: bool) -> str:
     )
 
 
+def in_width() -> list[str]:
+    """Return the methods whose clients train a model with the fraction of its channels that fits."""
+    return [name for name, entry in METHODS.items() if entry.can.adapts and "heterofl" in entry.tables]
+
+
 def list_advised() -> list[str]:
     """Return the methods that one would try first, in this order."""
     return sorted(

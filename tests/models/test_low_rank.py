@@ -263,7 +263,7 @@ def test_a_sub_model_is_the_masked_full_model(name: str, scattered: bool) -> Non
 
 def test_a_model_without_anything_to_factorise_says_so() -> None:
     blueprint = blueprint_of("convnet")
-    with pytest.raises(ValueError, match="convnet cannot be cut by rank: it has nothing to factorise"):
+    with pytest.raises(ValueError, match="convnet cannot be cut by rank: atom 'conv1' is its only one"):
         low_rank(replace(blueprint, atoms=blueprint.atoms[:1]), 0.4)
 
 

@@ -189,6 +189,21 @@ def test_a_run_says_what_the_plan_says(model: str, strategy: str, tmp_path: Path
     assert str(caught.value) == refusal(model, strategy)
 
 
+@pytest.mark.parametrize("strategy", ["prism", "orthdrop"])
+def test_a_recorded_module_has_no_low_rank_form(strategy: str) -> None:
+    """The atoms after the first are named with their layers, and so is what to do instead."""
+    file = Path(__file__).with_name("own_modules.py")
+    said = refusal(f"{file}:net", strategy)
+    assert said.startswith(
+        "own_modules.py:net cannot be cut by rank: the atoms after its first, 'body_0_0' (Conv2d, ReLU), "
+        "'body_1' (Conv2d, BatchNorm2d, Conv2d), stay whole"
+    )
+    assert "the recorded calls of another module have no such form" in said
+    assert "(feddrop, fedrolex, fjord, heterofl)" in said
+    assert said.endswith("(strategy = fedavg, memory.fit = recompute,micro-batch)")
+    assert refusal(f"{file}:net", "heterofl") == ""
+
+
 STEPS = {"profl__stage_rounds": 1, "profl__distil_rounds": 1, "num_rounds": 9, "profl__blocks": "budget"}
 
 

@@ -7,10 +7,12 @@ from piecework.models.low_rank import LowRank
 from piecework.models.variant import Variant, vary
 from piecework.models.work_item import WorkItem
 from piecework.planning.cut import Cut, Traffic
+from piecework.planning.less_memory import FIT
 from piecework.planning.part import Part
 from piecework.strategies.low_rank.prism.client import LowRankModel, low_rank_loss
 from piecework.strategies.low_rank.prism.settings import PriSMSettings
 from piecework.strategies.width.heterofl.server import HeteroFLCut
+from piecework.training.methods import SIMPLEST, in_width
 
 if TYPE_CHECKING:
     from piecework.strategies.low_rank.prism.server import PriSM
@@ -28,7 +30,13 @@ class PriSMCut(HeteroFLCut):
 
     def require_model(self) -> None:
         """Raise ValueError for a model without a layer that can be factorised, or with a chain that cannot be."""
-        vary(self.blueprint, self.factorise(1.0))
+        try:
+            vary(self.blueprint, self.factorise(1.0))
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. Otherwise choose a strategy that narrows a model's channels ({', '.join(in_width())}), or "
+                f"train the whole model in less memory (strategy = {SIMPLEST}, memory.fit = {FIT})"
+            ) from None
 
     def variant_of(self, level: int) -> Variant:
         """Return the variant of keep ratio number `level`."""
