@@ -138,7 +138,7 @@ def train(task: dict[str, Any], folder: Path) -> None:
     cap, load = MemoryCap(task["budget"], enforced=False), load_for_device(blueprint, store.load)
     config = training_config_for(settings, settings.training.lr)
     segments = tuple((first, last) for first, last in task["recompute"])
-    config = replace(config, micro_batch=task["micro_batch"], recompute=segments)
+    config = replace(config, micro_batch=task["micro_batch"], recompute=segments, cheap=task.get("cheap", False))
     trainer = LocalTrainer(lambda: [PieceModel(blueprint, atoms, "head", load)], config)
     started = time.process_time()
     trainer.epoch(examples, rng, cap, "train")

@@ -173,7 +173,7 @@ def trials(options: argparse.Namespace, model: str, floor: int) -> Iterable[Tria
         budget = limit - floor - options.slack
         for part, fits in parts_to_try(cost_model, blueprint, budget).items():
             task = {"settings": config, "atoms": part.atoms, "steps": options.steps, "budget": max(budget, 0)}
-            task |= {"micro_batch": part.micro_batch, "recompute": part.recompute}
+            task |= {"micro_batch": part.micro_batch, "recompute": part.recompute, "cheap": part.cheap}
             outcome, found = run_container(options.image, limit, task)
             yield Trial(
                 limit=limit,

@@ -2,11 +2,12 @@
 
     python -m benchmarks.fit [--models preresnet20,resnet18] [--batch 32] [--seconds]
 
-For each model: the bytes of the plain step, and the fewest bytes as a fraction of it, with micro-batches (and their size),
-with recomputation, and with both, each with its FLOPs (x) and with `--seconds` its measured time on one thread (t), as
-multiples of the plain step's. Then the fractions that the largest piece takes when FeDepth, FedProphet and ProFL cut the model
-as finely as they can and train all of it, without and with `memory.fit`; their steps are clean here too. Inputs are those with
-which papers run the model. Batch norms keep running statistics.
+For each model: the bytes of the plain step, and the fewest bytes as a fraction of it, with norms and activations recomputed,
+with micro-batches (and their size), with recomputed segments, with these two, and with all three, each with its FLOPs (x) and
+with `--seconds` its measured time on one thread (t), as multiples of the plain step's. Then the fractions that the largest
+piece takes when FeDepth, FedProphet and ProFL cut the model as finely as they can and train all of it, without and with
+`memory.fit`; their steps are clean here too. Inputs are those with which papers run the model. Batch norms keep running
+statistics.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from piecework.training.loop import start, train_step
 from piecework.training.settings import Settings
 
 MODELS = "preresnet20,resnet18,resnet34,vgg16,lenet5,deit-tiny,lstm-imdb"
-WAYS = {"micro-batch": ("micro-batch",), "recompute": ("recompute",), "both": ("micro-batch", "recompute")}
+WAYS = {way: (way,) for way in ("recompute-cheap", "micro-batch", "recompute")}
+WAYS |= {"both": ("micro-batch", "recompute"), "all": ("recompute-cheap", "recompute", "micro-batch")}
 CUTS = ("fedepth", "fedprophet", "profl")
 REPEATS = 3
 
@@ -59,7 +61,7 @@ def line(name: str, batch: int, timed: bool) -> str:
         cell(costs, plain, part, seconds[n] / seconds[0] if timed else 0.0) for n, part in enumerate(found, start=1)
     ]
     systems = CUTS[:1] if is_token_model(name) else CUTS  # the others attack images, or have basic layers for maps
-    fitted = cost_model_for(settings.with_values({"memory.fit": ",".join(WAYS["both"])}), blueprint)
+    fitted = cost_model_for(settings.with_values({"memory.fit": ",".join(WAYS["all"])}), blueprint)
     cuts = [
         " to ".join(f"{largest(each, strategy, settings) / costs.bytes(plain):.2f}" for each in (costs, fitted))
         for strategy in systems

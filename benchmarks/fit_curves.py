@@ -25,7 +25,7 @@ from piecework.training.loop import PieceModel
 from piecework.training.settings import Settings
 
 MODELS = "preresnet20,resnet18,vgg16,deit-tiny"
-WAYS = ("recompute", "micro-batch")
+WAYS = ("recompute-cheap", "recompute", "micro-batch")
 MARKS = {"fedepth": "o", "fedprophet": "s", "profl": "^"}
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")  # Okabe and Ito's
 STEPS = 8  # budgets of a curve

@@ -5,22 +5,28 @@ does the same, but its first call imports torch's compiler, which takes a board 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from piecework.models.recompute_cheap import Keeper, Packed, unpack
+from piecework.models.replayed_random import RandomState
 
-def recompute(run: Callable[[Tensor], Tensor], z: Tensor, modules: Sequence[nn.Module]) -> Tensor:
+
+def recompute(
+    run: Callable[[Tensor], Tensor], z: Tensor, modules: Sequence[nn.Module], *, cheap: bool = False
+) -> Tensor:
     """Return `run(z)` without keeping what its backward pass needs; `modules` are those that `run` uses.
 
-    The second run has the random numbers and the autocast mode of the first, and leaves running statistics as they are.
+    The second run has the random numbers and the autocast mode of the first, and leaves running statistics as they are. With
+    `cheap`, it keeps no more than what models/recompute_cheap.py leaves of it.
     Gradients are exactly those of `run(z)`. The result can be differentiated once.
     """
     if not torch.is_grad_enabled():
         return run(z)
-    segment = _Segment(run, z, modules)
+    segment = _Segment(run, z, modules, cheap)
     with saved_tensors_hooks(segment.count, segment.activation):
         return run(z)
 
@@ -28,13 +34,12 @@ def recompute(run: Callable[[Tensor], Tensor], z: Tensor, modules: Sequence[nn.M
 class _Segment:
     """The input of a segment, and during its backward pass its activations in the order in which they were saved."""
 
-    def __init__(self, run: Callable[[Tensor], Tensor], z: Tensor, modules: Sequence[nn.Module]) -> None:
-        self.run, self.z, self.modules = run, z, modules
-        self.device, self.gpus = z.device.type, [z.device] if z.is_cuda else []
-        self.random = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in self.gpus]
+    def __init__(self, run: Callable[[Tensor], Tensor], z: Tensor, modules: Sequence[nn.Module], cheap: bool) -> None:
+        self.run, self.z, self.modules, self.cheap = run, z, modules, cheap
+        self.device, self.random = z.device.type, RandomState(z.device)
         self.autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
         self.saved = 0
-        self.activations: dict[int, Tensor] | None = None
+        self.activations: dict[int, Tensor | Packed] | None = None
 
     def count(self, _: Tensor) -> int:
         """Return the number of a tensor that is not kept."""
@@ -45,21 +50,25 @@ class _Segment:
         """Return a tensor by its number, and release it; the first call runs the segment again."""
         if self.activations is None:
             self.activations = dict(enumerate(self._run_again()))
-        return self.activations.pop(number)
+        return unpack(self.activations.pop(number))
 
-    def _run_again(self) -> list[Tensor]:
-        found: list[Tensor] = []
+    def _run_again(self) -> list[Tensor | Packed]:
+        found: list[Tensor | Packed] = []
+        keeper = Keeper() if self.cheap else None
         enabled, dtype = self.autocast
+
+        def keep(tensor: Tensor) -> None:
+            tensor = tensor.detach()
+            found.append(keeper.pack(tensor) if keeper else tensor)
+
         with (
             torch.enable_grad(),
-            torch.random.fork_rng(devices=self.gpus),
+            self.random.restored(),
             restore_buffers(self.modules),
             torch.autocast(self.device, dtype, enabled=enabled),
-            saved_tensors_hooks(lambda tensor: found.append(tensor.detach()), _not_kept),
+            saved_tensors_hooks(keep, _not_kept),
+            keeper or nullcontext(),
         ):
-            torch.set_rng_state(self.random[0])
-            for gpu, state in zip(self.gpus, self.random[1], strict=True):
-                torch.cuda.set_rng_state(state, gpu)
             self.run(self.z.detach().requires_grad_(self.z.requires_grad))
         return found
 

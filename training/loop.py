@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from piecework.models.cascade import Blueprint, fit_features, isolate_rng, run_atoms, unset_weights
 from piecework.models.recompute import recompute
+from piecework.models.recompute_cheap import recompute_cheaply
 from piecework.models.static_norms import count_first_alike
 from piecework.models.step import Segment
 from piecework.training.accelerator import CPU, release_cache
@@ -62,10 +63,11 @@ class PieceModel:
         def run(first: int, last: int, z: Tensor) -> Tensor:
             return run_atoms(self.blueprint, self.atoms[first:last], modules[first:last], z)
 
-        for first, last in self.recompute:
-            z = recompute(partial(run, first, last), run(done, first, z), modules[first:last])
-            done = last
-        return run(done, len(modules), z)
+        with recompute_cheaply(self.cheap):
+            for first, last in self.recompute:
+                z = recompute(partial(run, first, last), run(done, first, z), modules[first:last], cheap=self.cheap)
+                done = last
+            return run(done, len(modules), z)
 
     def logits(self, z: Tensor) -> Tensor:
         """Return logits[B, classes]; before the shared head, features skip the rest of the model by zero padding."""

@@ -118,6 +118,7 @@ class PagedCascade:
 
     def _forward(self, number: int, z: Tensor, parts: Parts) -> Tensor:
         piece, out, at = self.segment(number), None, 0
+        piece.cheap = False  # which would keep something
         for (part,) in parts(z):
             # not under no_grad, for which an LSTM has another kernel, with other rounding
             with self._precision(z), saved_tensors_hooks(_drop, _not_kept):

@@ -82,6 +82,24 @@ def test_the_preferred_way_is_tried_first() -> None:
     assert cheapest(costs, part, budget, ()) is None
 
 
+def test_norms_and_activations_again_alone_and_with_segments() -> None:
+    """The fastest step has the fewest segments beside norms and activations, which count no FLOPs."""
+    costs, part = costs_of("convnet")
+    cheap = replace(part, cheap=True)
+    assert costs.trace(cheap).flops == costs.trace(part).flops
+    assert cheapest(costs, part, costs.bytes(cheap), ("recompute-cheap", *BOTH)) == cheap
+    assert smallest(costs, part, ("recompute-cheap",)) == cheap
+    everything = [replace(cheap, recompute=chosen) for chosen in segmentations(0, len(part.atoms))]
+    budget = (costs.bytes(cheap) + min(map(costs.bytes, everything))) // 2
+    alone = cheapest(costs, part, budget, ("recompute",))
+    found = cheapest(costs, part, budget, ("auto", "recompute-cheap", "recompute"))
+    assert alone is not None
+    assert found is not None
+    assert found.step.startswith("recomputes norms and activations, recomputes ")
+    best = min(costs.trace(each).flops for each in everything if costs.bytes(each) <= budget)
+    assert best == costs.trace(found).flops < costs.trace(alone).flops
+
+
 def test_both_ways_fit_where_neither_does_alone() -> None:
     costs, part = costs_of("convnet")
     alone = min(costs.bytes(smallest(costs, part, (way,))) for way in BOTH)
@@ -105,6 +123,11 @@ def test_small_devices_train_the_whole_model_exactly(tmp_path: Path) -> None:
     rich = run_local(tmp_path / "rich", **POOR | {"fleet": "unlimited"})
     poor = run_local(tmp_path / "poor", **POOR | {"memory__fit": "recompute"})
     assert same(model_of(rich), model_of(poor))
+    cheap = run_local(tmp_path / "cheap", **POOR | {"memory__fit": "recompute-cheap"})
+    assert same(model_of(rich), model_of(cheap))
+    for client in cheap.rounds()[0]["clients"]:
+        assert (client["status"], client["step"]) == ("ok", "recomputes norms and activations")
+        assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
     for record, other in zip(poor.rounds(), rich.rounds(), strict=True):
         for client, plain in zip(record["clients"], other["clients"], strict=True):
             assert client["status"] == "ok"

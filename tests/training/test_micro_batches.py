@@ -46,6 +46,11 @@ def segments(blueprint: Blueprint, size: int = 2) -> tuple[tuple[int, int], ...]
     return tuple((first, min(first + size, ends)) for first in range(0, ends, size))
 
 
+def again(blueprint: Blueprint) -> tuple[dict[str, Any], ...]:
+    """The steps that compute again what they do not keep: segments, norms and activations, and both."""
+    return {"recompute": segments(blueprint)}, {"cheap": True}, {"recompute": segments(blueprint), "cheap": True}
+
+
 def step_of(
     blueprint: Blueprint, training_config: TrainingConfig, *, frozen: bool = False, double: bool = False
 ) -> tuple[float, list[Any], list[Tensor]]:
@@ -98,11 +103,12 @@ def test_gradients_are_those_of_the_plain_step(name: str) -> None:
     plain = a_training_config(BATCH)
     loss, gradients, buffers = step_of(blueprint, plain)
     assert any(g is not None and float(g.double().norm()) > 0 for g in gradients)
-    again = step_of(blueprint, replace(plain, recompute=segments(blueprint)))
-    assert (again[0], same(gradients, again[1], 0.0), same(buffers, again[2], 0.0)) == (loss, True, True)
+    for fit in again(blueprint):
+        value, found, moved = step_of(blueprint, replace(plain, **fit))
+        assert (value, same(gradients, found, 0.0), same(buffers, moved, 0.0)) == (loss, True, True)
     for double, accuracy in ((False, 1e-5), (True, 1e-12)):
         loss, gradients, _ = step_of(blueprint, plain, frozen=True, double=double)
-        for fit in ({"micro_batch": 2}, {"micro_batch": 2, "recompute": segments(blueprint)}):
+        for fit in ({"micro_batch": 2}, {"micro_batch": 2} | again(blueprint)[-1]):
             value, found, _ = step_of(blueprint, replace(plain, **fit), frozen=True, double=double)
             assert value == pytest.approx(loss, rel=1e-6)
             assert same(gradients, found, accuracy)
@@ -129,8 +135,9 @@ def test_gradients_under_attack(name: str, norm: Any) -> None:
     blueprint = blueprint_of(name, input_shape=(1, 16, 16), batch_norm="running", width=0.25)
     plain = a_training_config(BATCH, attack=Attack(norm, 0.1, 0.05, 2))
     loss, gradients, buffers = step_of(blueprint, plain)
-    again = step_of(blueprint, replace(plain, recompute=segments(blueprint)))
-    assert (again[0], same(gradients, again[1], 0.0), same(buffers, again[2], 0.0)) == (loss, True, True)
+    for fit in again(blueprint):
+        value, found, moved = step_of(blueprint, replace(plain, **fit))
+        assert (value, same(gradients, found, 0.0), same(buffers, moved, 0.0)) == (loss, True, True)
     if name == "lenet5":  # which has no batch norms
         value, found, _ = step_of(blueprint, replace(plain, micro_batch=2, recompute=segments(blueprint)))
         assert value == pytest.approx(loss, rel=1e-6)
@@ -143,8 +150,10 @@ def test_gradients_in_bfloat16(name: str) -> None:
     blueprint = blueprint_of(name, **NARROW[name] | {"batch_norm": "running"})
     plain = a_training_config(BATCH, precision="bfloat16")
     loss, gradients, _ = step_of(blueprint, plain)
-    again = step_of(blueprint, replace(plain, recompute=segments(blueprint)))
-    assert (again[0], same(gradients, again[1], 0.0)) == (loss, True)
+    for fit in again(blueprint):
+        value, found, _ = step_of(blueprint, replace(plain, **fit))
+        assert (value, same(gradients, found, 0.0)) == (loss, True)
+        require_traced(blueprint, replace(a_training_config(6, precision="bfloat16"), **fit))
 
 
 @pytest.mark.parametrize("attack", [None, Attack("linf", 0.1, 0.05, 2)])
@@ -156,15 +165,17 @@ def test_a_traced_step_is_the_real_one(name: str, attack: Attack | None) -> None
     atoms = tuple(range(len(blueprint.atoms)))
     plain = a_training_config(6, attack=attack)
     costs = [piece_cost(blueprint, atoms, "head", plain)]
-    for fit in ({"micro_batch": 2}, {"recompute": segments(blueprint)}):
+    for fit in ({"micro_batch": 2}, *again(blueprint)):
         costs.append(require_traced(blueprint, replace(plain, **fit)))
-    whole, sliced, again = costs
-    assert sliced.flops == whole.flops
-    assert again.flops > whole.flops
+    whole, sliced, twice, cheap, both = costs
+    assert sliced.flops == cheap.flops == whole.flops
+    assert both.flops == twice.flops > whole.flops
+    assert cheap.peak_bytes <= whole.peak_bytes
+    assert both.peak_bytes <= twice.peak_bytes
     if (
         name == "preresnet20"
     ):  # elsewhere a gradient that is added weighs more than the activations of four small examples
-        assert sliced.peak_bytes < again.peak_bytes < whole.peak_bytes
+        assert both.peak_bytes < sliced.peak_bytes < twice.peak_bytes < cheap.peak_bytes < whole.peak_bytes
 
 
 def require_traced(blueprint: Blueprint, training_config: TrainingConfig) -> StepCost:

@@ -231,7 +231,7 @@ def load_fixed(blueprint: Blueprint, item: WorkItem, load: Load) -> PieceModel:
     """Return a work item's atoms in evaluation mode, without gradients of weights."""
     piece = PieceModel(blueprint, item.atoms, None, load)
     piece.train(False)
-    piece.recompute = item.recompute
+    piece.recompute, piece.cheap = item.recompute, item.cheap
     for parameter in piece.parameters():
         parameter.requires_grad_(False)
     return piece

@@ -114,7 +114,7 @@ def query_steps(
     def count_bytes(at_once: int, size: int, _: str) -> int:
         step = forward_only(costs.training_config, size)
         own = once(
-            ("query", step, units, item.recompute, attack, costs.rounded),
+            ("query", step, units, item.recompute, item.cheap, attack, costs.rounded),
             lambda: recall(query_cost, blueprint, item, step, attack, rounded=costs.rounded),
         )
         streams = [

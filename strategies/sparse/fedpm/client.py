@@ -25,7 +25,7 @@ class ScoredModel(PieceModel):
     """A model of scores, which Adam trains. A step draws one mask, so it does not compute micro-batches."""
 
     optimiser = Adam
-    ways = ("recompute",)
+    ways = ("recompute", "recompute-cheap")
 
 
 def train(task: Task, client: Client) -> Update:
