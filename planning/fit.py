@@ -20,7 +20,6 @@ from piecework.planning.page_plan import BOARD, Layers, Speed, fewest_seconds, f
 from piecework.planning.part import Part
 from piecework.planning.recompute_plan import fewest_flops, leanest
 from piecework.planning.step_cost import ActivationProfile, activation_profile
-from piecework.training.optimiser_state import bytes_kept
 from piecework.training.sgd import TrainingConfig
 
 AUTO = "auto"  # among ways: the fastest step of all, not the first way that fits
@@ -224,7 +223,7 @@ def _layers(costs: Costs, part: Part) -> Layers:
     config = costs.training_config
     size, moves = part.micro_batch or config.batch_size, with_step(part, Step(cheap=part.cheap, in_backward=True))
     profile = _profile(costs, replace(moves, micro_batch=part.micro_batch))
-    return layers_of(part, profile, size, config.moments * bytes_kept(config.optimiser_state))
+    return layers_of(part, profile, size, config.bytes_kept)
 
 
 def _profile(costs: Costs, part: Part) -> ActivationProfile:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from piecework.models.step import Step
 from piecework.training.attacks import Attack
-from piecework.training.optimiser_state import EightBit, Held, StatePrecision, zeros
+from piecework.training.optimiser_state import EightBit, Held, StatePrecision, bytes_kept, zeros
 
 Precision = Literal["float32", "bfloat16"]
 Optimiser = Literal["sgd", "adam", "adamw"]
@@ -47,6 +47,11 @@ class TrainingConfig(Step):
     def moments(self) -> int:
         """How many values the optimiser keeps of each parameter between steps: momentum, or Adam's two averages."""
         return int(self.momentum > 0) if self.optimiser == "sgd" else 2
+
+    @property
+    def bytes_kept(self) -> float:
+        """How many bytes the optimiser keeps of each value of a large parameter between steps."""
+        return sum(bytes_kept(self.optimiser_state, signed=number == 0) for number in range(self.moments))
 
 
 class SGD:

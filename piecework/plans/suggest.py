@@ -19,7 +19,6 @@ from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST, list_advised
-from piecework.training.optimiser_state import bytes_kept
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 from piecework.training.sgd import TrainingConfig
@@ -199,8 +198,7 @@ def judge_fit(settings: Settings, question: PlanQuestion, states: list[DeviceSta
 
 def held_bytes(training_config: TrainingConfig) -> float:
     """Return the bytes of a parameter, its gradient and what the optimiser keeps of it."""
-    precision, moments = training_config.optimiser_state, training_config.moments
-    return 8 + sum(bytes_kept(precision, signed=number == 0) for number in range(moments))
+    return 8 + training_config.bytes_kept
 
 
 def smaller_batch(settings: Settings, question: PlanQuestion, poorest: DeviceState, attack_steps: int) -> Row | None:

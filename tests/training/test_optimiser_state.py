@@ -1,5 +1,6 @@
 """Optimiser state in 8 bits and in bfloat16: bitsandbytes is the oracle, and memory is what it is said to be."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from zoo_helpers import blueprint_of
 
 from piecework.client_app.momentum import CarriedMomentum
 from piecework.device_profiles.memory import PeakMemory, trace
+from piecework.planning.page_cost import paged_cost
+from piecework.planning.page_plan import finest
 from piecework.planning.step_cost import fake_load, piece_cost
 from piecework.training.adam import OPTIMISERS
-from piecework.training.loop import LocalTrainer, PieceModel, start
+from piecework.training.loop import LocalTrainer, PieceModel, single_loss, start, train_step
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.optimiser_state import BLOCK, CHUNK, EightBit, bytes_kept, dynamic_codes
+from piecework.training.paged import PagedCascade
+from piecework.training.pages import PageFiles
 from piecework.training.sgd import SGD
 
 SHAPES = [(64, 32, 3, 3), (5000,), (600, 1001)]  # channels-last weights; a part of a block at the end; three chunks
@@ -104,7 +109,9 @@ def test_small_parameters_and_squares_in_bfloat16_stay_float32() -> None:
     assert [isinstance(held, EightBit) for held in optimiser_of([small, large]).buffers] == [False, True]
     rounded = optimiser_of([large], optimiser="adam", optimiser_state="bfloat16").state()
     assert [rounded[kind][0].dtype for kind in ("average", "square")] == [torch.bfloat16, torch.float32]
-    assert [bytes_kept("bfloat16", signed=signed) for signed in (True, False)] == [2, 4]
+    assert a_training_config(optimiser="adam", optimiser_state="bfloat16").bytes_kept == 2 + 4
+    assert a_training_config(optimiser="adam", optimiser_state="8-bit").bytes_kept == 2 * (1 + 4 / 256)
+    assert a_training_config(momentum=0.0, optimiser_state="8-bit").bytes_kept == 0
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
@@ -187,3 +194,30 @@ def test_a_traced_step_is_the_real_one(name: str, kind: str, state: str) -> None
     examples = random_examples(2, blueprint.shape_before(0), classes=blueprint.num_classes)
     trainer.epoch(examples, np.random.default_rng(0), cap, "train")
     assert cap.peak_bytes == piece_cost(blueprint, atoms, "head", config).peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("state", ["bfloat16", "8-bit"])
+def test_steps_in_less_memory_are_the_plain_step(tmp_path: Path, kind: str, state: str) -> None:
+    client = a_client(tmp_path, tiny_settings())
+    atoms, examples = range(len(client.blueprint.atoms)), client.local_data(0)
+    plain = a_training_config(4, optimiser=kind, optimiser_state=state, lr=0.01)
+    paged = replace(plain, pages=finest(len(atoms)))
+    batches = np.arange(12).reshape(3, 4)
+    found = []
+    for config in (plain, replace(plain, in_backward=True)):
+        pieces = [PieceModel(client.blueprint, atoms, "head", client.load())]
+        loss, optimiser = start(pieces, config, single_loss)
+        for rows in batches:
+            train_step(loss, optimiser, examples.read(rows), examples.targets(rows))
+        found.append(pieces[0].units())
+    memory = PeakMemory()
+    with memory:
+        cascade = PagedCascade(client.blueprint, atoms, "head", client.load(), paged, PageFiles(tmp_path / "pages"))
+        for rows in batches:
+            cascade.step(examples.read(rows), examples.targets(rows))
+    assert memory.peak == paged_cost(client.blueprint, atoms, "head", paged).peak_bytes
+    for unit, module in found[0].items():
+        others = (found[1][unit], cascade.load_unit(unit))
+        for name, array in module.state_dict().items():
+            assert all(torch.equal(array, other.state_dict()[name]) for other in others), f"{unit}.{name}"
