@@ -228,6 +228,7 @@ def plan(
     nodes: Annotated[int, typer.Option(help="number of clients")] = 0,
     picture: Annotated[str, typer.Option(metavar="FILE", help="draw memory against budgets: .svg, .png or .pdf")] = "",
     suggest: Annotated[bool, typer.Option("--suggest", help="recommend systems for this fleet and model")] = False,
+    device: Annotated[str, typer.Option(help="how a device of the fleet could hold the whole model")] = "",
     assignments: Set = [],  # noqa: B006
     no_cache: NoCache = False,
     as_json: Json = False,
@@ -249,6 +250,9 @@ def plan(
             given |= {key: value for key, value in asked.items() if value}
             show_advice(settings, question, lambda own: run_command(preset, assignments, given | own, nodes), as_json)
             return
+        if device:
+            show_ladder(settings, question, device, as_json)
+            return
         with show_waiting(err, "planning"):
             found = Plan(make_plan(settings, question))
         show_plan(found, picture, preset, as_json)
@@ -264,6 +268,17 @@ def show_advice(settings: Settings, question: "PlanQuestion", command: Callable[
     if advice.recommended is not None:
         advice.record["recommended"]["command"] = command(advice.recommended)
     print(json.dumps({"suggest": advice.record})) if as_json else show_lines(advice_tables(advice.record))
+
+
+def show_ladder(settings: Settings, question: "PlanQuestion", device: str, as_json: bool) -> None:
+    """Print how a device could hold the whole model, beside the systems that cut it."""
+    from piecework.plans.ladder import climb
+    from piecework.plans.ladder_view import ladder_tables
+    from piecework.report.progress import show_waiting
+
+    with show_waiting(err, "planning"):
+        found = climb(settings, question, device)
+    print(json.dumps({"ladder": found})) if as_json else show_lines(ladder_tables(found))
 
 
 def show_plan(found: Plan, picture: str, preset: str, as_json: bool) -> None:

@@ -92,18 +92,25 @@ def _fastest(costs: Costs, part: Part, allowed: int, ways: Sequence[str], speed:
 
     The searches are in the order of the fewest seconds that they can find, so that most are spared.
     """
-    plain = costs.trace(part).flops / speed.flops
+    plain = seconds_of(costs, part, speed)
     best: Part | None = None
     for same in (True, False):
         for least, search in _searches(costs, part, allowed, ways, speed, same=same):
             if best is not None and seconds_of(costs, best, speed) <= plain + least:
                 break
-            found = search()
+            if (found := search()) is not None:
+                found = _simplify(costs, found, allowed)
             if found is not None and (best is None or seconds_of(costs, found, speed) < seconds_of(costs, best, speed)):
                 best = found
         if best is not None:
             return best
     return None
+
+
+def _simplify(costs: Costs, part: Part, allowed: int) -> Part:
+    """Return the part without the ways that cost time and no FLOPs, if it fits without them."""
+    simpler = replace(part, cheap=False)
+    return simpler if part.cheap and _bytes(costs, simpler) <= allowed else part
 
 
 Search = tuple[float, Callable[[], Part | None]]  # the least seconds above the plain step's, and the search

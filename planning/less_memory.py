@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from piecework.planning.costs import CostModel
 from piecework.planning.part import Part
+from piecework.training.settings.shared import WAYS
 
-FIT = "recompute,micro-batch"  # the way that changes nothing is preferred
+FIT = "auto"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class LessMemory:
 
 def in_less_memory(cost_model: CostModel, part: Part, allowed: Iterable[int]) -> LessMemory | None:
     """Return how far `memory.fit` helps devices that may use `allowed` bytes each; None if the part has no other step."""
-    costs = cost_model.having(ways=tuple(FIT.split(",")))
+    costs = cost_model.having(ways=(FIT, *WAYS))
     if costs.memory_model is not None or not part.ways:
         return None
     least = costs.bytes(costs.fit_part(part, 0))

@@ -15,13 +15,14 @@ from piecework.models.static_norms import mixes_examples
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.planning.part import whole_model
+from piecework.plans.ladder import climb
 from piecework.plans.plan import fleet_states, make_plan, planner_for
+from piecework.plans.plan_view import format_duration
 from piecework.plans.question import PlanQuestion
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST, list_advised
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
-from piecework.training.sgd import TrainingConfig
 
 HALF = 0.5  # of the clients
 USEFUL = 0.05  # of a model's parameters; less is no model that one would use
@@ -31,16 +32,17 @@ Row = dict[str, Any]
 def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Return the whole advice as JSON values; `tell` hears what is being planned.
 
-    `simple` is FedAvg's verdict; if all devices fit a step of the whole model, no other system is planned. Otherwise `first`
-    are FedAvg, FedAvg with `memory.fit`, what trains the whole model in pieces, AllSmall and ExclusiveFL; `others` are the
-    other systems by name; `refused` cannot train the model, with the reason. `recommended` is one of `first`, or None. The
-    advice is on adversarial training if the settings ask for it, by `training.adversarial = true` or a system that always does
-    it.
+    `simple` is FedAvg's verdict; if all devices fit a step of the whole model, no other system is planned. Otherwise `ladder`
+    is how the poorest device could train the whole model, `first` are FedAvg, FedAvg with `memory.fit`, what trains the whole
+    model in pieces, AllSmall and ExclusiveFL; `others` are the other systems by name; `refused` cannot train the model, with
+    the reason. `recommended` is one of `first`, or None. The advice is on adversarial training if the settings ask for it, by
+    `training.adversarial = true` or a system that always does it.
     """
     attacked = settings.training.adversarial or find_method(settings.strategy).can.attack == "always"
     settings = settings.with_values({"training.adversarial": attacked})
     tell(SIMPLEST)
     simple, first = fedavg_verdict(settings, question)
+    climbs = not simple["fits"] and settings.memory.model == "traced"
     found: list[Row] = []
     if not simple["fits"]:
         for name in sorted(METHODS):
@@ -52,6 +54,7 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
     return {
         "adversarial": attacked,
         "simple": simple,
+        "ladder": climb(settings, question) if climbs else None,
         "recommended": recommend(simple, first, attacked),
         "first": first,
         "others": [row for row in able if not METHODS[row["strategy"]].can.advised],
@@ -90,11 +93,11 @@ def recommend(simple: Row, rows: list[Row], attacked: bool) -> Row | None:
     changes |= {"memory.fit": FIT} if chosen["fit"] else {}
     if attacked and find_method(chosen["strategy"]).can.attack != "always":
         changes["training.adversarial"] = True
-    return {"strategy": chosen["strategy"], "settings": changes, "text": reason_text(simple, chosen)}
+    return {"strategy": chosen["strategy"], "settings": changes, "text": reason_text(simple, chosen, useful)}
 
 
-def reason_text(simple: Row, chosen: Row) -> str:
-    """Return why a row is recommended, and what it costs."""
+def reason_text(simple: Row, chosen: Row, rows: list[Row]) -> str:
+    """Return why a row is recommended of `rows`, and what it costs."""
     if not chosen["fit"] and chosen["strategy"] == SIMPLEST:
         return (
             "Every device can hold a step of the whole model, so nothing has to be cut."
@@ -105,7 +108,8 @@ def reason_text(simple: Row, chosen: Row) -> str:
         who = (
             "Every device can" if chosen["participation"] == 1 else f"{chosen['participation']:.0%} of the clients can"
         )
-        return f"{who} train the whole model in a step that takes less memory. {cost_text(simple['fitted'])}"
+        said = f"{who} train the whole model in a step that takes less memory. {cost_text(simple['fitted'])}"
+        return f"{said} {pieces_text(chosen, rows)}".strip()
     reached = simple["fitted"]["participation"] if simple["fitted"] else simple["participation"]
     aside = (
         f"Federated averaging of the whole model reaches {reached:.0%} of the clients, and leaves out the others' data."
@@ -125,16 +129,27 @@ def reason_text(simple: Row, chosen: Row) -> str:
     return "Of what one would try first, nothing reaches more clients."
 
 
+def pieces_text(chosen: Row, rows: list[Row]) -> str:
+    """Return how the time of a round compares with that of a system that trains the model in pieces, if there is one."""
+    cut = [row for row in rows if METHODS[row["strategy"]].can.cuts and row["covered"] == 1 and row["stages"] == 1]
+    if not cut:
+        return ""
+    quickest = min(cut, key=lambda row: row["round_seconds"])
+    own, other = format_duration(chosen["round_seconds"]), format_duration(quickest["round_seconds"])
+    return f"A round takes {own}; with {quickest['strategy']}, which trains the model in pieces, {other}."
+
+
 def cost_text(fitted: Row) -> str:
     """Return what a step with `memory.fit` costs the poorest device that can do it."""
     norms = " Batch norms take the statistics of a micro-batch." if fitted["batch_norms"] else ""
     factor = f"{fitted['flops']:.2f} times the FLOPs, and so that much more time to compute"
     more = "hardly more FLOPs" if fitted["flops"] > 1 else "no more FLOPs"
     cost = factor if round(fitted["flops"], 2) > 1 else more
+    disk = f" A step moves {format_bytes(fitted['disk_bytes'])} to and from the disk." if fitted["disk_bytes"] else ""
     way = f" ({fitted['step']})" if fitted["step"] else ""
     return (
         f"The poorest of them needs {format_bytes(fitted['step_bytes'])} instead of {format_bytes(fitted['plain_bytes'])} for "
-        f"a step{way}, and {cost}.{norms}"
+        f"a step{way}, and {cost}.{disk}{norms}"
     )
 
 
@@ -177,13 +192,13 @@ def fedavg_verdict(settings: Settings, question: PlanQuestion) -> tuple[Row, lis
 def judge_fit(settings: Settings, question: PlanQuestion, states: list[DeviceState], participation: float) -> Row:
     """Return who can train the whole model with `memory.fit`, and the step of the poorest of them, or the smallest step.
 
-    `flops` is a multiple of the plain step's. `held_bytes` are those of parameters, gradients and the state of the optimiser,
-    which no way spares.
+    `flops` is a multiple of the plain step's, and `disk_bytes` are read and written in a step.
     """
     planner, _ = planner_for(load_fleet(settings.fleet), settings, question)
     cut = planner.cut
     found = in_less_memory(cut.cost_model, cut.part(cut.whole), [state.allowed_bytes for state in states])
     assert found is not None
+    cost = cut.cost_model.trace(found.part)
     return {
         "participation": participation,
         "step": found.part.step,
@@ -191,14 +206,9 @@ def judge_fit(settings: Settings, question: PlanQuestion, states: list[DeviceSta
         "least_bytes": found.least,
         "plain_bytes": found.plain,
         "flops": found.flops,
-        "held_bytes": round(held_bytes(cut.cost_model.training_config) * found.part.parameters),
+        "disk_bytes": cost.bytes_read + cost.bytes_written,
         "batch_norms": bool(found.part.micro_batch) and mixes_examples(found.part.blueprint),
     }
-
-
-def held_bytes(training_config: TrainingConfig) -> float:
-    """Return the bytes of a parameter, its gradient and what the optimiser keeps of it."""
-    return 8 + training_config.bytes_kept
 
 
 def smaller_batch(settings: Settings, question: PlanQuestion, poorest: DeviceState, attack_steps: int) -> Row | None:
@@ -249,11 +259,7 @@ def verdict_text(verdict: Row) -> str:
 def describe_fit(fitted: Row) -> str:
     """Return what stands in the way of `memory.fit`, as text."""
     who = f"{fitted['participation']:.0%} of the clients" if fitted["participation"] else "no client"
-    least, held = format_compared(fitted["least_bytes"], fitted["held_bytes"])
-    return (
-        f"With memory.fit {who} can train it: the smallest step takes {least}, of which parameters, gradients and the "
-        f"optimiser's state are {held}."
-    )
+    return f"With memory.fit {who} can train it: the smallest step takes {format_bytes(fitted['least_bytes'])}."
 
 
 # ---- the others

@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes
+from piecework.plans.ladder_view import ladder_tables
 from piecework.plans.plan_view import columns, format_duration
 
 COLUMNS = ("strategy", "take part", "each", "together", "bytes", "time", "notes")
@@ -25,6 +26,7 @@ def advice_tables(advice: dict[str, Any]) -> list[str | Text | Table]:
         else "Clean training. For adversarial training ask with --set training.adversarial=true."
     )
     lines: list[str | Text | Table] = [*recommendation(advice["recommended"]), Text(advice["simple"]["text"])]
+    lines += [Text(), *ladder_tables(advice["ladder"])] if advice["ladder"] else []
     if advice["simple"]["fits"]:
         return [*lines, Text(ask)]
     lines += [Text(f"\nWhat to try first, {training} training:"), table(advice["first"]), Text(LEGEND)]

@@ -336,15 +336,10 @@ def test_fedavg_on_small_devices_aborts_and_says_why(tmp_path: Path) -> None:
     assert "client 3 (board-d): training the whole model needs 1,030,568 bytes" in second
     assert "the budget allows 979,039" in second
     # The gentlest remedy comes first: whom it reaches, its bytes and its FLOPs on the poorest of them.
-    least = next(int(figure.replace(",", "")) for figure in re.findall(r"smallest step takes ([\d,]+)", fit))
-    assert (
-        0.63 * 1_030_568 < least <= 0.77 * 1_030_568
-    )  # as the plan of FedAvg with memory.fit says: half of the boards
     assert fit.startswith(
-        "try: memory.fit = recompute,micro-batch (board-c, board-d can then train the whole model, in "
+        "try: memory.fit = auto (board-a, board-b, board-c, board-d can then train the whole model, in "
     )
-    assert re.search(r"in 7\d\d,\d{3} bytes instead of 1,030,568 .* for 1\.\d\d times the FLOPs: .*recompute", fit)
-    assert fit.endswith("too much for board-a, board-b)")
+    assert re.search(r"in [45]\d\d,\d{3} bytes instead of 1,030,568 .* for 1\.\d\d times the FLOPs: pages through", fit)
     assert pieces == "or: strategy = fedepth trains the whole model in pieces"
     assert smaller.startswith("or: training.batch-size")
     run = RunDir(tmp_path / "run")
