@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from piecework.device_profiles.memory import Mode
+from piecework.device_profiles.dispatch import Mode
 from piecework.device_profiles.workspace import lstm_kept
 
 aten = torch.ops.aten

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from piecework.device_profiles.dispatch import Mode
 from piecework.device_profiles.workspace import FLOPS, WORKSPACE
 
 
@@ -23,17 +23,6 @@ class MemoryBudgetExceededError(RuntimeError):
     def __init__(self, needed: int, allowed: int, where: str) -> None:
         self.needed, self.allowed, self.where = needed, allowed, where
         super().__init__(f"{where} needs {needed:,} bytes of training memory, the budget allows {allowed:,}")
-
-
-class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that does not import torch's compiler, which takes 75 MB and more than a second on a board."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 class PeakMemory(Mode):  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from piecework.device_profiles.memory import Mode
+from piecework.device_profiles.dispatch import Mode
 from piecework.models.replayed_random import RandomState
 
 LONGEST = 16  # operators that run again for one tensor
