@@ -12,6 +12,8 @@ from piecework.device_profiles.documents import abbreviate
 from piecework.federated_data.datasets import ArrayDataset, set_name
 from piecework.federated_data.sources import DatasetError, Ints
 
+# Images of 0-255 beside 0-1 spread 255 times as much. The bounds leave room for darker, brighter or plainer ones.
+LEAST_SPREAD, MOST_SPREAD = 0.01, 20.0  # of pixels: standard deviations, as fractions of the run's
 OWN = "this node's own data"  # in an error, which the server gets: without the folders of their files
 
 
@@ -70,6 +72,7 @@ def adopt(data: ArrayDataset, expected: Expected) -> ArrayDataset:
             f"{OWN}, {set_name(data.name)}, have tokens up to {data.vocabulary - 1}, and the run's, {expected.dataset}, "
             f"up to {expected.vocabulary - 1}: number the words as the run's data do"
         )
+    _require_pixel_scale(data, expected)
     numbers = _class_numbers(data, expected)
     return replace(
         data,
@@ -81,6 +84,25 @@ def adopt(data: ArrayDataset, expected: Expected) -> ArrayDataset:
         std=expected.std,
         vocabulary=expected.vocabulary,
     )
+
+
+def _require_pixel_scale(data: ArrayDataset, expected: Expected) -> None:
+    """Raise DatasetError for images of another unit, such as pixels from 0 to 255 beside pixels from 0 to 1.
+
+    Columns of a table are left alone: a node's may spread much more than the run's, and be of the same unit.
+    """
+    scales = np.array([data.mean, data.std, expected.mean, expected.std])
+    varying = (scales[1] != 1) & (scales[3] != 1)  # that of a constant is 1
+    if data.kind != "images" or not varying.any():
+        return
+    mean, std, run_mean, run_std = np.median(scales[:, varying], axis=1)
+    if not LEAST_SPREAD <= std / run_std <= MOST_SPREAD:
+        raise DatasetError(
+            f"{OWN}, {set_name(data.name)}, have pixels of mean {mean:.4g} and deviation {std:.4g}, and the run's, "
+            f"{expected.dataset}, of mean {run_mean:.4g} and deviation {run_std:.4g} (medians of the channels"
+            f"{', of pixel / 255' if data.inputs.dtype == np.uint8 else ''}): that is another scale, such as 0-255 beside "
+            "0-1, so bring the pixels to the scale of the run's"
+        )
 
 
 def _class_numbers(data: ArrayDataset, expected: Expected) -> Sequence[int]:

@@ -13,7 +13,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from piecework.client_app.disk import StorageError
-from piecework.federated_data.own_data import Expected
 from piecework.federation.errors import RunAbortedError
 from piecework.federation.evaluation import Evaluator, final_evaluation
 from piecework.federation.registry import ClientRegistry
@@ -45,7 +44,7 @@ from piecework.strategies.query import aggregate_query, configure_query
 from piecework.strategies.server import MethodServer
 from piecework.strategies.state import Experiment
 from piecework.training.settings import Settings, too_many_asked
-from piecework.training.setup import blueprint_for, image_attack
+from piecework.training.setup import blueprint_for, expected_of, image_attack
 
 LOG = logging.getLogger("piecework")
 OnRound = Callable[[dict[str, Any]], None]
@@ -67,7 +66,7 @@ class Run:
         self.values = first_values(settings) if checkpoint is None else resume_values(checkpoint, settings)
         needed = packages_of_clients(settings)
         self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory, packages=needed)
-        self.registry.expected = Expected.of(self.data)
+        self.registry.expected = expected_of(settings)
         self.registry.bound = {int(client): name for client, name in self.values.get("node-names", {}).items()}
         self.transport = Transport(
             self.grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout

@@ -176,6 +176,11 @@ def check_partition(settings: Settings, data: ArrayDataset) -> None:
         all_client_rows(settings, settings.clients)
 
 
+def expected_of(settings: Settings) -> Expected:
+    """Return what a run expects of nodes' own data: its data set as it lies on disk. Raises DatasetError."""
+    return Expected.of(load(prepare_dataset(settings)))
+
+
 def open_own(
     folder: Path, settings: Settings, client: int, clients: int, expected: Expected | None = None
 ) -> ArrayDataset:
@@ -184,7 +189,11 @@ def open_own(
     Raises DatasetError if they are another client's, were exported for another run, or are of another kind than the run's.
     """
     data = load(folder)
-    if data.export is None and expected is not None:
+    if data.export is None:
+        if expected is None:
+            raise DatasetError(
+                "this node's data were a part of an export when it connected, and are not now: restart it"
+            )
         data = adopt(data, expected)
     data = scale_pixels(resize_images(data, settings.data.image_size), settings.data.pixel_scale)
     check_export(settings, data, client, clients)

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
-from helpers import clients_of, tiny_settings
+from helpers import clients_of, few_digits, model_of, run_local, same, tiny_settings
 from typer.testing import CliRunner
 
 from piecework import load as load_model
 from piecework.cli import app
-from piecework.federated_data.datasets import ArrayDataset, DatasetError, load
+from piecework.federated_data.datasets import ArrayDataset, DatasetError, load, prepare
 from piecework.federated_data.own_data import Expected, adopt
 from piecework.federation.errors import TooFewNodesError
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import run_experiment
+from piecework.training.setup import open_own
 
 KINDS = ("ant", "bee", "cow")
 
@@ -173,6 +174,67 @@ def test_classes_are_those_of_the_run(own: ArrayDataset, theirs: ArrayDataset, l
 def test_what_does_not_go_with_the_run(own: ArrayDataset, theirs: ArrayDataset, told: str) -> None:
     with pytest.raises(DatasetError, match=told):
         adopt(own, Expected.of(theirs))
+
+
+def made(folder: Path, name: str, x: np.ndarray) -> ArrayDataset:
+    """A data set of two classes, converted as a user's is."""
+    np.savez(folder / f"{name}.npz", x_train=x, y_train=np.arange(len(x)) % 2, x_test=x, y_test=np.arange(len(x)) % 2)
+    return load(prepare(f"npz:{folder / name}.npz", data_dir="", cache_dir=folder / "cache"))
+
+
+def test_images_of_another_unit_are_refused_with_both_scales(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).uniform(size=(40, 4, 4, 3)).astype(np.float32)
+    run = made(tmp_path, "run", pixels)
+    wide = made(tmp_path, "wide", 255 * pixels)
+    for own, theirs in ((wide, run), (run, wide)):
+        ours, others = (f"mean {np.median(d.mean):.4g} and deviation {np.median(d.std):.4g}" for d in (own, theirs))
+        told = (
+            f"{own.name.rpartition('/')[2]}, have pixels of {ours}, and the run's, .*, of {others} .*0-255 beside 0-1"
+        )
+        with pytest.raises(DatasetError, match=told):
+            adopt(own, Expected.of(theirs))
+    masks = made(tmp_path, "masks", (pixels > 0.5).astype(np.uint8))
+    with pytest.raises(DatasetError, match=r"of pixel / 255\): that is another scale, such as 0-255 beside 0-1"):
+        adopt(masks, Expected.of(made(tmp_path, "bytes", (255 * pixels).astype(np.uint8))))
+
+
+def test_a_folder_that_stops_being_a_part_of_an_export_in_a_run_is_an_error(tmp_path: Path) -> None:
+    assert make(f"npz:{few_digits()}", tmp_path / "own", "--set=data.label-column=")[0] == 0
+    with pytest.raises(DatasetError, match="were a part of an export when it connected, and are not now"):
+        open_own(tmp_path / "own", tiny_settings(), 0, 1)
+
+
+def test_darker_images_and_columns_with_long_tails_are_not_of_another_unit(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    pixels = rng.uniform(size=(40, 4, 4, 1)).astype(np.float32)
+    incomes = rng.lognormal(sigma=1.0, size=(40, 1)).astype(np.float32)
+    for name, ours, theirs in (
+        ("dark", 0.05 * pixels, pixels),
+        ("bright", 1 - 0.1 * pixels, 0.1 * pixels),
+        ("incomes", np.exp(5 + 3 * np.log(incomes)), incomes),
+    ):
+        own, run = made(tmp_path, name, ours), made(tmp_path, f"{name}-run", theirs)
+        assert adopt(own, Expected.of(run)).std == run.std != own.std
+
+
+@pytest.mark.parametrize("scale", ["normalised", "raw"])
+def test_the_servers_data_as_a_nodes_own_train_the_same_model(tmp_path: Path, scale: str) -> None:
+    """The settings of the run hold for them: the scale, the part for validation, augmentation, and the node's own test part."""
+    changes: dict[str, Any] = {
+        "clients": 1,
+        "strategy": "fedavg",
+        "fleet": "unlimited",
+        "dataset": f"npz:{few_digits()}",
+    }
+    changes |= {"data__pixel_scale": scale, "data__validation_fraction": 0.3, "data__augment": True}
+    changes |= {"evaluation__mode": "personal", "clients_per_round": 0}
+    assert make(f"npz:{few_digits()}", tmp_path / "own", "--set=data.label-column=")[0] == 0
+    simulated = run_local(tmp_path / "one", **changes)
+    settings, deployed = tiny_settings(**changes, output_dir=str(tmp_path)), RunDir(tmp_path / "two")
+    with LocalGrid(1, settings.to_run_config(), 1, [{"data-dir": str(tmp_path / "own")}]) as grid:
+        run_experiment(grid, settings, deployed)
+    assert same(model_of(simulated), model_of(deployed))
+    assert simulated.rounds()[-1]["accuracy"] == deployed.rounds()[-1]["accuracy"] is not None
 
 
 def test_what_the_command_refuses_costs_no_data(tmp_path: Path) -> None:
