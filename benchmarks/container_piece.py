@@ -4,25 +4,36 @@
         '{"settings": {"model": "resnet18"}, "atoms": [0, 1], "steps": 2, "budget": 200000000,
           "micro_batch": 8, "recompute": [[0, 1]]}'
 
+The other keys of a step (models/step.py) may be given as well. With "pages" the whole model is trained in pages, whose files
+are in the folder for temporary files, which must be on a disk.
+
 It writes JSON lines: `anonymous` and `kernel` (bytes of the container's control group, each new maximum), `floor` (once the
 client has imported what Flower's `flwr-clientapp` and our ClientApp import), and `done` (what the accounting counted) with the
-CPU `seconds`. Weights and random examples are read from files, as on a device. Without `atoms` it ends at the floor.
+CPU `seconds`, the `wall` ones, the `loss`, and `weights`, a number that tells trained weights apart. Weights and random
+examples are read from files, as on a device. Without `atoms` it ends at the floor.
 """
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from piecework.client_app.store import Store
     from piecework.models.cascade import Blueprint
+    from piecework.models.partition import Piece
+    from piecework.training.loop import LocalTrainer
+    from piecework.training.sgd import TrainingConfig
 
 CGROUP_V1, CGROUP_V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 SAMPLE_SECONDS = 0.003
@@ -96,16 +107,44 @@ def filled_store(folder: Path, blueprint: "Blueprint", atoms: tuple[int, ...]) -
     return store
 
 
+def trainer_of(blueprint: "Blueprint", atoms: "Piece", config: "TrainingConfig", store: "Store") -> "LocalTrainer":
+    """Return what trains a piece with its weights in a store, and with a paged step from files beside them."""
+    from piecework.client_app.paged import PagedTrainer
+    from piecework.training.loop import LocalTrainer, PieceModel, load_for_device
+    from piecework.training.paged import PagedCascade
+    from piecework.training.pages import PageFiles
+
+    load = load_for_device(blueprint, store.load)
+    if config.pages:
+        pages = PageFiles(store.task / "pages")
+        return PagedTrainer(PagedCascade(blueprint, atoms, "head", load, config, pages), config)
+    return LocalTrainer(lambda: [PieceModel(blueprint, atoms, "head", load)], config)
+
+
+def trained(trainer: "LocalTrainer") -> "Iterator[tuple[str, nn.Module]]":
+    """Yield the units with their trained weights, the pages' one after another."""
+    from piecework.client_app.paged import PagedTrainer
+
+    if not isinstance(trainer, PagedTrainer):
+        yield from trainer.finish()[0].units().items()
+        return
+    cascade = trainer.cascade
+    cascade.streamed.release()
+    for unit in [*(f"atoms.{atom}" for segment in cascade.segments for atom in segment), cascade.head]:
+        yield unit, cascade.load_unit(unit)
+
+
 def train(task: dict[str, Any], folder: Path) -> None:
     """Write the piece's weights and examples to the disk, then train it as a client does."""
     import numpy as np
     import torch
+    from pydantic import TypeAdapter
 
     from piecework.client_app.store import FeatureWriter
     from piecework.device_profiles.profile import available_memory
     from piecework.federated_data.datasets import ArrayDataset
+    from piecework.models.step import Step, with_step
     from piecework.training.examples import Examples, feature_examples, training_examples
-    from piecework.training.loop import LocalTrainer, PieceModel, load_for_device
     from piecework.training.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
     from piecework.training.settings import Settings
     from piecework.training.setup import blueprint_of_shape, training_config_for
@@ -135,17 +174,21 @@ def train(task: dict[str, Any], folder: Path) -> None:
     examples = features() if atoms[0] else images()
     return_free_memory()
     keep_heap_tight(task["budget"], available_memory())
-    cap, load = MemoryCap(task["budget"], enforced=False), load_for_device(blueprint, store.load)
-    config = training_config_for(settings, settings.training.lr)
-    segments = tuple((first, last) for first, last in task["recompute"])
-    config = replace(config, micro_batch=task["micro_batch"], recompute=segments, cheap=task.get("cheap", False))
-    trainer = LocalTrainer(lambda: [PieceModel(blueprint, atoms, "head", load)], config)
-    started = time.process_time()
+    cap = MemoryCap(task["budget"], enforced=False)
+    step = TypeAdapter(Step).validate_python(
+        {field.name: task[field.name] for field in fields(Step) if field.name in task}
+    )
+    trainer = trainer_of(blueprint, atoms, with_step(training_config_for(settings, settings.training.lr), step), store)
+    started, began = time.process_time(), time.perf_counter()
     trainer.epoch(examples, rng, cap, "train")
-    seconds = time.process_time() - started
-    for unit, module in trainer.finish()[0].units().items():
+    seconds, wall = time.process_time() - started, time.perf_counter() - began
+    weights = hashlib.sha256()
+    for unit, module in trained(trainer):
         store.save(unit, module)
-    say(done=cap.peak_bytes, seconds=seconds, loss=trainer.total_loss / trainer.seen)
+        for array in module.state_dict().values():
+            weights.update(array.numpy().tobytes())
+    digest = int.from_bytes(weights.digest()[:6])
+    say(done=cap.peak_bytes, seconds=seconds, wall=wall, loss=trainer.total_loss / trainer.seen, weights=digest)
 
 
 def main() -> None:

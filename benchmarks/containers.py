@@ -2,12 +2,13 @@
 
     python -m benchmarks.containers [--image piecework] [--limits 512MB,768MB,1GB,2GB] [--models resnet18,vgg16]
                                     [--batch-size 128] [--fit recompute,micro-batch] [--optimiser-state float32]
-                                    [--slack 24MB] [--steps 2] [--json]
+                                    [--slack 24MB] [--steps 2] [--whole] [--json]
 
 The floor is the anonymous memory of a container in which an executor waits and a client has imported what it needs, before it
 trains; it is measured first. Budget = limit - floor - slack. FeDepth's pieces for that budget (images of 3x32x32, 10 classes,
 the shared head) must train. Each of them with one more atom, and what the planner excludes, must not train. The whole model is
-always tried: with the plain step and, if that is too large, with the step that `memory.fit` (--fit) finds for the budget.
+always tried: with the plain step and, if that is too large, with the step that `memory.fit` (--fit) finds for the budget. With
+--whole nothing else is. A limit such as 0.3x is that of a container whose budget is 0.3 of the plain step of the whole model.
 A container is `docker run --memory LIMIT --memory-swap LIMIT` with this checkout's sources (`container_piece`); either it
 trains or the kernel kills it. A piece that exceeds the budget by less than the slack may train; it is marked, and is no error,
 because a trial holds no messages. Requires Docker and an image made from the Dockerfile. The exit code is 1 if planner and
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE, CLASSES = (3, 32, 32), 10
 TRAINED, KILLED = "trained", "killed"
+WHOLE = "the whole model"
 SECONDS = 900  # timeout of a container
 
 
@@ -54,6 +56,7 @@ class Trial:
     kernel: int
     counted: int
     seconds: float
+    weights: int = 0
 
     @property
     def over(self) -> int:
@@ -91,18 +94,30 @@ def amounts(text: str) -> list[int]:
     return [parse_bytes(part) for part in text.split(",")]
 
 
+def budget_under(limit: str, plain: int, beside: int) -> int:
+    """Return the budget in a container with the limit "512MB", of which `beside` bytes are kept free, or "0.3x" of `plain`."""
+    if limit.endswith("x"):
+        return int(float(limit[:-1]) * plain)
+    return parse_bytes(limit) - beside
+
+
 def piece_name(piece: Piece, names: Sequence[str]) -> str:
     """Return the piece's runs of atoms by name."""
     if len(piece) == len(names):
-        return "the whole model"
+        return WHOLE
     starts = [atom for atom in piece if atom - 1 not in piece]
     stops = [atom for atom in piece if atom + 1 not in piece]
     spans = zip(starts, stops, strict=True)
     return " and ".join(names[a] if a == b else f"{names[a]} to {names[b]}" for a, b in spans)
 
 
-def parts_to_try(cost_model: "CostModel", blueprint: "Blueprint", budget: int) -> "dict[Part, bool]":
-    """Return the parts of `pieces_to_try`, and the whole model with the step that `memory.fit` finds; True = it fits."""
+def parts_to_try(
+    cost_model: "CostModel", blueprint: "Blueprint", budget: int, *, whole: bool = False
+) -> "dict[Part, bool]":
+    """Return the parts of `pieces_to_try`, and the whole model with the step that `memory.fit` finds; True = it fits.
+
+    With `whole`, nothing but the whole model is tried.
+    """
     from piecework.models.partition import atom_names
     from piecework.planning.part import Part
 
@@ -110,9 +125,10 @@ def parts_to_try(cost_model: "CostModel", blueprint: "Blueprint", budget: int) -
         return cost_model.bytes(Part(blueprint, piece))
 
     names = atom_names(blueprint)
-    pieces = pieces_to_try(len(names), cost, budget, names)
+    plain = Part(blueprint, tuple(range(len(names))))
+    pieces = {plain.atoms: cost(plain.atoms) <= budget} if whole else pieces_to_try(len(names), cost, budget, names)
     found = {Part(blueprint, piece): fits for piece, fits in pieces.items()}
-    fitted = cost_model.fit_part(Part(blueprint, tuple(range(len(names)))), budget)
+    fitted = replace(cost_model.fit_part(replace(plain, pageable=True), budget), pageable=False)
     return found | {fitted: cost_model.bytes(fitted) <= budget}
 
 
@@ -160,6 +176,7 @@ def run_container(image: str, limit: int, task: dict[str, object]) -> tuple[str,
 def trials(options: argparse.Namespace, model: str, floor: int) -> Iterable[Trial]:
     """Yield all trials of a model, the smallest limit first."""
     from piecework.models.partition import atom_names
+    from piecework.models.step import step_fields
     from piecework.planning.costs import cost_model_for
     from piecework.training.settings import Settings
     from piecework.training.setup import blueprint_of_shape
@@ -169,11 +186,12 @@ def trials(options: argparse.Namespace, model: str, floor: int) -> Iterable[Tria
     settings = Settings.from_run_config(config | {"memory.fit": options.fit})
     blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)
     cost_model, names = cost_model_for(settings, blueprint), atom_names(blueprint)
-    for limit in options.limits:
-        budget = limit - floor - options.slack
-        for part, fits in parts_to_try(cost_model, blueprint, budget).items():
+    for asked in options.limits.split(","):
+        budget = budget_under(asked, cost_model.reference_bytes, floor + options.slack)
+        limit = budget + floor + options.slack
+        for part, fits in parts_to_try(cost_model, blueprint, budget, whole=options.whole).items():
             task = {"settings": config, "atoms": part.atoms, "steps": options.steps, "budget": max(budget, 0)}
-            task |= {"micro_batch": part.micro_batch, "recompute": part.recompute, "cheap": part.cheap}
+            task |= step_fields(part)
             outcome, found = run_container(options.image, limit, task)
             yield Trial(
                 limit=limit,
@@ -187,6 +205,7 @@ def trials(options: argparse.Namespace, model: str, floor: int) -> Iterable[Tria
                 kernel=int(found["kernel"]),
                 counted=int(found.get("done", 0)),
                 seconds=found.get("seconds", 0.0),
+                weights=int(found.get("weights", 0)),
             )
 
 
@@ -228,17 +247,30 @@ def summary(done: list[Trial], floor: int, slack: int) -> list[str]:
     return lines
 
 
+def same_weights(done: list[Trial]) -> list[str]:
+    """Say for each model whether the whole of it had the same weights in the end, wherever it trained."""
+    found: dict[str, list[int]] = {}
+    for trial in done:
+        if trial.outcome == TRAINED and trial.piece.startswith(WHOLE):
+            found.setdefault(trial.model, []).append(trial.weights)
+    return [
+        f"{model}: where the whole model trained ({len(weights)} times), different weights in the end: {len(set(weights))}"
+        for model, weights in found.items()
+    ]
+
+
 def main() -> None:
     """Print a line per trial, or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image", default="piecework")
-    parser.add_argument("--limits", type=amounts, default="512MB,768MB,1GB,2GB")
+    parser.add_argument("--limits", default="512MB,768MB,1GB,2GB")
     parser.add_argument("--models", default="resnet18,vgg16")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--fit", default="recompute,micro-batch", help="memory.fit for the whole model")
     parser.add_argument("--optimiser-state", default="float32", choices=["float32", "bfloat16", "8-bit"])
     parser.add_argument("--slack", type=parse_bytes, default="24MB", help="for the kernel, the allocator, messages")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--whole", action="store_true", help="try nothing but the whole model")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     _, found = run_container(options.image, 0, {"atoms": []})
@@ -254,7 +286,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"floor": floor, "slack": options.slack, "trials": [asdict(trial) for trial in done]}))
     else:
-        print("", *summary(done, floor, options.slack), sep="\n")
+        print("", *summary(done, floor, options.slack), *same_weights(done), sep="\n")
     sys.exit(any(not (trial.agrees or trial.in_slack(options.slack)) for trial in done))
 
 

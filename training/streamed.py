@@ -48,17 +48,22 @@ class InPages:
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
-        self._like: dict[int, Tensor] = {}
+        self._form: dict[int, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def put(self, number: int, z: Tensor) -> None:
         """Keep the input z[B, ...] of a piece."""
         z = packed(z)
         self.pages.write(f"input-{number}", [z])
-        self._like[number] = torch.empty_like(z, device="meta")
+        self._form[number] = (
+            z.shape,
+            z.stride(),
+            z.dtype,
+        )  # not a tensor on torch's meta device, which imports its compiler
 
     def take(self, number: int) -> Tensor:
         """Return the input of a piece, which is not needed again."""
-        z = torch.empty_like(self._like.pop(number), device=self.pages.device)
+        shape, strides, kind = self._form.pop(number)
+        z = torch.empty_strided(shape, strides, dtype=kind, device=self.pages.device)
         self.pages.read(f"input-{number}", [z])
         return z
 

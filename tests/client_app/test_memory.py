@@ -471,6 +471,9 @@ print(sorted(m for m in ("torch._dynamo", "torch._inductor", "sympy", "torchvisi
 """
 
 
+PAGED = 0.5  # of the model's step, so that its features do not stay in memory
+
+
 class KeepsTheFirstTask(RecordingGrid):
     """The first train message of a run, as it was sent."""
 
@@ -485,18 +488,21 @@ class KeepsTheFirstTask(RecordingGrid):
 
 def test_a_client_imports_no_compiler_and_no_data_set_library(tmp_path: Path) -> None:
     tasks = []
-    for strategy, ratio in (("fedavg", 1.0), ("fedepth", 0.53), ("m-fedepth", 0.53), ("fedepth", 2.2)):
+    ways = (("fedavg", 1.0), ("fedepth", 0.53), ("m-fedepth", 0.53), ("fedepth", 2.2), ("fedavg", PAGED))
+    for strategy, ratio in ways:
         settings = {"strategy": strategy, "fleet": fleet_json(one=ratio), "clients_per_round": 1}
+        settings |= {"memory__fit": "page"} if ratio == PAGED else {}
         KeepsTheFirstTask.task = b""
         run_local(tmp_path / f"{strategy}-{ratio}", KeepsTheFirstTask, **settings)
         tasks.append((KeepsTheFirstTask.task, tiny_settings(**settings).to_run_config()))
     (tmp_path / "tasks.pickle").write_bytes(pickle.dumps(tasks))
     command = [sys.executable, "-c", TASKS, str(tmp_path / "tasks.pickle")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-5:] == [
+    assert done.stdout.splitlines()[-6:] == [
         "ok 5 32",  # with running statistics
         "ok 2 1 1 1 17",
         "ok 3 1 1 25",  # with two own heads of four arrays
         "ok 10 17",
+        "ok 5 32",  # in pages, with features in files
         "[]",
     ]

@@ -135,6 +135,22 @@ def test_a_piece_in_a_container(
     assert json.loads(capsys.readouterr().out)["done"] > 0
 
 
+def test_the_whole_model_in_pages_in_a_container(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = {
+        "settings": {"model": "lenet5", "training.batch-size": 2},
+        "steps": 2,
+        "atoms": [0, 1],
+        "budget": 10**9,
+    }
+    found = []
+    for number, step in enumerate(({}, {"pages": [[0, 1], [1, 2]], "spilled": True})):
+        (folder := tmp_path / str(number)).mkdir()
+        container_piece.train(task | step, folder)
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[1]["weights"] == found[0]["weights"]
+    assert found[1]["done"] < found[0]["done"]
+
+
 def test_pieces_in_containers(said: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks: list[dict[str, Any]] = []
 

@@ -7,7 +7,18 @@ from helpers import a_training_config
 
 from benchmarks.boards import anonymous_bytes, role_of
 from benchmarks.container_piece import figure
-from benchmarks.containers import Trial, maxima, part_name, parts_to_try, piece_name, pieces_to_try, row, summary
+from benchmarks.containers import (
+    Trial,
+    budget_under,
+    maxima,
+    part_name,
+    parts_to_try,
+    piece_name,
+    pieces_to_try,
+    row,
+    same_weights,
+    summary,
+)
 from piecework.models.partition import atom_names
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import CostModel
@@ -56,10 +67,18 @@ def test_the_whole_model_is_also_tried_with_the_step_that_fits() -> None:
     assert costs.bytes(fitted) < full
     assert part_name(fitted, names) == f"the whole model, {fitted.step}"
     assert parts_to_try(costs, blueprint, full) == {whole: True}
+    assert [part.atoms for part in parts_to_try(costs, blueprint, full - 1, whole=True)] == [whole.atoms] * 2
+    paged = CostModel(a_training_config(16), None, blueprint, ways=("page",))
+    assert any(part.pages for part in parts_to_try(paged, blueprint, full - 1, whole=True))
     assert [fits for part, fits in parts_to_try(costs, blueprint, 1).items() if part.step] == [False]
     # without memory.fit, the plain step is the only one
     plain = parts_to_try(CostModel(a_training_config(16), None, blueprint), blueprint, full - 1)
     assert [part for part in plain if part.atoms == whole.atoms] == [whole]
+
+
+def test_limits() -> None:
+    assert budget_under("512MB", 200, 100_000_000) == 412_000_000
+    assert budget_under("0.3x", 200, 100_000_000) == 60
 
 
 def test_a_piece_has_a_name() -> None:
@@ -83,6 +102,15 @@ def test_planner_and_trial() -> None:
     assert first == "2 of 3 agree, 1 trained in the slack (at most 14 MB over the budget)"
     assert minimum.endswith("killed: 64 MB")
     assert "at most 2 MB above floor + predicted" in above
+
+
+def test_weights_of_whole_models() -> None:
+    whole = replace(FITTED, piece="the whole model", weights=7)
+    other = replace(whole, piece="the whole model, micro-batches of 8", weights=8)
+    assert same_weights([FITTED, whole, replace(other, outcome="killed"), replace(other, weights=7)]) == [
+        "resnet18: where the whole model trained (2 times), different weights in the end: 1"
+    ]
+    assert same_weights([whole, other])[0].endswith(": 2")
 
 
 def test_figures_of_a_container() -> None:
