@@ -121,6 +121,15 @@ def test_seconds_of_plans(said: Say) -> None:
     assert lines[-1].startswith("2 plans; ")
 
 
+def test_seconds_of_paged_steps(said: Say, tmp_path: Path) -> None:
+    asked = ("--models", "lenet5", "--batch", "2", "--budgets", "0.8", "--repeats", "1", "--folder", str(tmp_path))
+    head, line = said("paging", *asked).splitlines()
+    assert head.split()[-3:] == ["predicted", "measured", "ratio"]
+    assert float(line.split()[9]) > 0
+    assert "pages through 2 segments" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_duration_of_a_preset(said: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durations, "WORKERS", 1)
     monkeypatch.setattr(durations, "SPEED", 1e6)  # every preset would take long: random data stand for its own
