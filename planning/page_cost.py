@@ -10,6 +10,7 @@ from torch import Tensor
 
 from piecework.device_profiles.memory import FlopCount, StepCost, trace
 from piecework.models.cascade import Blueprint
+from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.now import tracing
 from piecework.planning.step_cost import fake_batch, fake_load
 from piecework.training.attacks import Gradient, micro_batches
@@ -52,8 +53,29 @@ def paged_cost(
     cost = trace(work)
     further = attack.steps - 1 if attack is not None else 0
     flops = (cost.flops + further * attack_flops.total) * training_config.batch_size // traced[0]
-    moved = (own + further * more for own, more in zip(pages.moved, moved_by_attack, strict=True))
+    moved = pages.moved
+    if attack is not None:
+        first = [f"atoms.{atom}" for atom in atoms[: training_config.pages[0][1]]]
+        first += [head] if len(training_config.pages) == 1 else []
+        weights = sum(layer_statistics(blueprint, unit).state_bytes for unit in first)
+        once = moved_by_attack[0] - weights, moved_by_attack[1], moved_by_attack[2] - len(first)
+        more = _further_moved(training_config, attack.steps, traced[0], *once)
+        moved = moved[0] + more[0], moved[1] + more[1], moved[2] + more[2]
     return StepCost(cost.peak_bytes, flops, *moved)
+
+
+def _further_moved(
+    training_config: TrainingConfig, steps: int, traced: int, read: int, written: int, accesses: int
+) -> tuple[int, int, int]:
+    """Return what an attack of a batch reads, writes and accesses beside one step on the `traced` examples, which it follows.
+
+    That step moved what is given, without reading the first segment, which any later gradient finds in memory.
+    """
+    size, micro_batch = training_config.batch_size, training_config.micro_batch or training_config.batch_size
+    done = -(-traced // micro_batch)
+    further = steps * -(-size // micro_batch) - done
+    features = written * steps * size // traced - written  # they are of all examples, and weights of each gradient
+    return (read - written) // done * further + features, features, accesses // done * further
 
 
 def _count(gradient: Gradient, flops: FlopCount) -> Gradient:

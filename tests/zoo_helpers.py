@@ -13,6 +13,11 @@ SMALL = {"cnn4": {"input_shape": (3, 64, 64)}, "lstm-imdb": {"input_shape": (60,
 # Models made of other layers: sizes of the same family differ in their number only.
 ONE_A_FAMILY = sorted(MODELS.keys() - {"resnet10", "resnet34", "vgg13", "vgg16"})
 
+# What most tests show depends neither on the number of encoders nor, but for bytes, on that of channels.
+SHALLOW = {name: SMALL.get(name, {}) for name in MODELS}
+SHALLOW |= {name: SHALLOW[name] | {"depth": 3} for name in ("deit-tiny", "vit")}
+NARROW = {name: changes | {"width": 0.25} for name, changes in SHALLOW.items()}
+
 
 def blueprint_of(name: str, **changes) -> Blueprint:
     shape, classes = usual_input(name)

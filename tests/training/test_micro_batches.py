@@ -9,11 +9,10 @@ import torch
 from helpers import a_training_config
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo_helpers import ONE_A_FAMILY, SMALL, blueprint_of, examples_for
+from zoo_helpers import NARROW, ONE_A_FAMILY, SHALLOW, blueprint_of, examples_for
 
 from piecework.device_profiles.memory import StepCost
 from piecework.models.cascade import Blueprint, isolate_rng
-from piecework.models.zoo import MODELS
 from piecework.planning.step_cost import fake_load, piece_cost
 from piecework.training.attacks import Attack, Loss, micro_batches
 from piecework.training.loop import LocalTrainer, PieceModel, adversary, single_loss, start, train_step
@@ -22,10 +21,6 @@ from piecework.training.sgd import SGD, TrainingConfig
 
 GROUPED = ("cnn3", "conv4", "convnet", "cnn-femnist", "preresnet20", "resnet18", "resnet18-preact", "vgg11")
 BATCH = 5  # in micro-batches of two: 2, 2 and 1
-# What is shown depends neither on the number of encoders nor, but for bytes, on that of channels.
-SHALLOW = {name: SMALL.get(name, {}) for name in MODELS}
-SHALLOW |= {name: SHALLOW[name] | {"depth": 3} for name in ("deit-tiny", "vit")}
-NARROW = {name: changes | {"width": 0.25} for name, changes in SHALLOW.items()}
 
 
 class Gradients(SGD):
