@@ -42,9 +42,12 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def probe(folder: Path) -> tuple[float, float]:
-    """Return the mean seconds of an access to a small page and to a large one: steps read about as often as they write."""
+    """Return the mean seconds of an access to a small page and to a large one: steps read about as often as they write.
+
+    The small ones are as many as those of a step, so that the least of several means is as rare.
+    """
     pages, found = PageFiles(folder / "probe"), list[float]()
-    for tensor, count in ((torch.zeros(SMALL), 30), (torch.randn(LARGE), 8)):
+    for tensor, count in ((torch.zeros(SMALL), 80), (torch.randn(LARGE), 8)):
         names = [f"{len(tensor)}-{number}" for number in range(count)]
         written = seconds(lambda names=names, tensor=tensor: [pages.write(name, [tensor]) for name in names])
         read = seconds(lambda names=names, tensor=tensor: [pages.read(name, [tensor]) for name in names])

@@ -74,21 +74,28 @@ def task_seconds(
 
 
 def simulated_seconds(
-    state: DeviceState, flops: float, bytes_down: int, bytes_up: int, disk_bytes: int = 0, accesses: int = 0
+    state: DeviceState,
+    flops: float,
+    bytes_down: int,
+    bytes_up: int,
+    disk_bytes: int = 0,
+    accesses: int = 0,
+    disk_written: int = 0,
 ) -> float:
     """Return the seconds of a task whose steps all fit into memory, computed from its totals.
 
-    The task receives `bytes_down`, computes `flops` (2 per multiply-accumulate), moves `disk_bytes` to and from the disk in
-    `accesses` accesses, and sends `bytes_up`. The times are added, which is an upper bound, because a small board overlaps
-    little. Raises ValueError for a negative amount.
+    The task receives `bytes_down`, computes `flops` (2 per multiply-accumulate), reads `disk_bytes` from the disk and writes
+    `disk_written` to it in `accesses` accesses, and sends `bytes_up`. The times are added, which is an upper bound, because a
+    small board overlaps little. Raises ValueError for a negative amount.
     """
-    if min(flops, bytes_down, bytes_up, disk_bytes, accesses) < 0:
+    if min(flops, bytes_down, bytes_up, disk_bytes, accesses, disk_written) < 0:
         raise ValueError(
             f"amounts of work must not be negative: flops {flops}, down {bytes_down}, up {bytes_up}, disk {disk_bytes}, "
-            f"accesses {accesses}"
+            f"accesses {accesses}, written {disk_written}"
         )
     network = (bytes_down + bytes_up) / state.bandwidth  # 0 if infinite: the network is not modelled
-    return network + flops / state.flops_per_second + _disk_seconds(state, disk_bytes, accesses)
+    written = disk_written / state.write_bandwidth
+    return network + flops / state.flops_per_second + _disk_seconds(state, disk_bytes, accesses) + written
 
 
 def _disk_seconds(state: DeviceState, amount: float, accesses: int) -> float:

@@ -80,6 +80,7 @@ class Fleet:
             "flops": device.flops_per_second,
             "bandwidth": device.bandwidth,
             "disk-bandwidth": device.disk_bandwidth,
+            **({"disk-write-bandwidth": device.disk_write_bandwidth} if device.disk_write_bandwidth else {}),
             **({"disk-latency": device.disk_latency} if device.disk_latency else {}),
             **({"cpus": device.cpus} if device.cpus else {}),
             **({"keep": device.keep} if device.keep else {}),
@@ -170,7 +171,16 @@ def device_state(
         budget = max(budget, min(fleet.memory_floor, device.budget(reference_bytes)))
     speed = device.flops_per_second * _flops_left(fleet, _rng(seed, round, client, FLOPS_LOSS))
     link = math.inf if device.bandwidth is None else device.bandwidth
-    return DeviceState(device.name, budget, speed, link, device.disk_bandwidth, device.disk_latency, device.keep)
+    return DeviceState(
+        device.name,
+        budget,
+        speed,
+        link,
+        device.disk_bandwidth,
+        device.disk_latency,
+        device.keep,
+        disk_write_bandwidth=device.disk_write_bandwidth,
+    )
 
 
 def _flops_left(fleet: Fleet, rng: np.random.Generator) -> float:

@@ -1,8 +1,9 @@
 """Find, read and check the files of fleets and of pools, before a `Fleet` is made.
 
-Units in a file: memory in bytes ("64MB", "512KiB", an integer, or "unlimited"), flops in FLOPs/s, bandwidth and disk-bandwidth
-in bytes/s, disk-latency in seconds per access, cpus in cores of the device's container. `keep` is optional: the model fraction
-that scaling methods assign to the device; by default the largest that fits. A pool is a list of devices for several fleets.
+Units in a file: memory in bytes ("64MB", "512KiB", an integer, or "unlimited"), flops in FLOPs/s, bandwidth, disk-bandwidth and
+disk-write-bandwidth in bytes/s, disk-latency in seconds per access, cpus in cores of the device's container. A disk without
+disk-write-bandwidth writes as fast as it reads. `keep` is optional: the model fraction that scaling methods assign to the
+device; by default the largest that fits. A pool is a list of devices for several fleets.
 
 A file may lie in an installed package: my_package/my_fleet.toml.
 """
@@ -108,6 +109,7 @@ class DeviceTable(_Table):
     flops: Positive
     bandwidth: Positive | None = None
     disk_bandwidth: Positive
+    disk_write_bandwidth: Positive | None = None
     disk_latency: NotNegative = 0.0
     cpus: Positive | None = None
     keep: Left | None = None
@@ -121,6 +123,7 @@ class _PooledTable(_Table):
     flops: Positive
     bandwidth: Positive | None = None
     disk_bandwidth: Positive
+    disk_write_bandwidth: Positive | None = None
     disk_latency: NotNegative = 0.0
     cpus: Positive | None = None
     source: str = ""
@@ -212,6 +215,7 @@ def profile_of(row: DeviceTable, memory: int | None = None) -> DeviceProfile:
         row.disk_latency,
         row.cpus,
         row.keep,
+        row.disk_write_bandwidth,
     )
 
 

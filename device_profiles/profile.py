@@ -6,15 +6,14 @@ Units: memory in bytes, speed in FLOPs/s (a multiply-accumulate is 2 FLOPs), net
 import math
 import os
 import re
-import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 
 import psutil
+
+from piecework.device_profiles.disk import PROBE_FILE_BYTES, measure_disk
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
@@ -24,8 +23,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 UNLIMITED, ENDLESS = 2**60, 2**56
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 MESSAGE_COPIES = 3  # at most, in the memory of a device that receives or sends a message
-PROBE_FILE_BYTES, PROBE_BLOCK_BYTES, PROBE_SECONDS = 8_000_000, 1_000_000, 0.1
-CACHE_CAN_BE_DROPPED = hasattr(os, "posix_fadvise")
+PROBE_SECONDS = 0.1
 
 
 def parse_bytes(text: str | int) -> int:
@@ -104,9 +102,10 @@ class DeviceProfile:
 
     Exactly one of `memory_bytes` and `memory_ratio` is set. The ratio refers to the bytes of one reference step (the full
     model's FedAvg step under the run's memory model). `bandwidth` (bytes/s) applies to each direction of the network; None =
-    the network is not modelled and takes no time. `disk_latency` is in seconds per access. `cpus` is the number of cores of the
-    device's container; None = not specified, and nothing else reads it. `keep` is the model fraction that scaling methods
-    assign to the device; None = the largest that fits.
+    the network is not modelled and takes no time. `disk_latency` is in seconds per access. A disk without
+    `disk_write_bandwidth` writes as fast as it reads. `cpus` is the number of cores of the device's container; None = not
+    specified, and nothing else reads it. `keep` is the model fraction that scaling methods assign to the device; None = the
+    largest that fits.
 
     Raises ValueError if both or neither memory figure is given.
     """
@@ -120,6 +119,7 @@ class DeviceProfile:
     disk_latency: float = 0.0
     cpus: float | None = None
     keep: float | None = None
+    disk_write_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         if (self.memory_bytes is None) == (self.memory_ratio is None):
@@ -159,6 +159,12 @@ class DeviceState:
     disk_latency: float = 0.0
     keep: float | None = None
     tolerance: float = 0.0
+    disk_write_bandwidth: float | None = None
+
+    @property
+    def write_bandwidth(self) -> float:
+        """The bytes/s that the disk writes: as many as it reads, unless the fleet says otherwise."""
+        return self.disk_write_bandwidth or self.disk_bandwidth
 
     @property
     def allowed_bytes(self) -> int:
@@ -195,15 +201,6 @@ class MeasuredDevice:
     memory_available_bytes: int
     flops_per_second: float
     disk_bandwidth: float
-
-
-@dataclass(frozen=True)
-class DiskSpeed:
-    """Bytes/s of writing with a final sync and of reading back, and the median seconds of an access."""
-
-    write: float
-    read: float
-    latency: float
 
 
 def measure_device(directory: str | Path) -> MeasuredDevice:
@@ -307,43 +304,3 @@ def convolution_speeds(seconds: float) -> list[tuple[float, float]]:
         step()
         found.append((before - start, flops / (time.perf_counter() - before)))
     return found
-
-
-def measure_disk(directory: Path, size: int, accesses: int = 0) -> DiskSpeed:
-    """Write and sync a file of `size` bytes (at least a block), read it back, then read it at `accesses` random places.
-
-    The file is removed. If the system's cache cannot be dropped, reads come from the cache. Raises OSError.
-    """
-    blocks = max(1, size // PROBE_BLOCK_BYTES)
-    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-        block = os.urandom(PROBE_BLOCK_BYTES)
-        start = time.perf_counter()
-        for _ in range(blocks):
-            file.write(block)
-        os.fsync(file.fileno())
-        written = time.perf_counter() - start
-        _drop_cache(file.fileno())
-        file.seek(0)
-        start = time.perf_counter()
-        while file.read(PROBE_BLOCK_BYTES):
-            pass
-        seconds = time.perf_counter() - start
-        waits = [_access(file, blocks * PROBE_BLOCK_BYTES) for _ in range(accesses)]
-    latency = statistics.median(waits) if waits else 0.0
-    return DiskSpeed(blocks * PROBE_BLOCK_BYTES / written, blocks * PROBE_BLOCK_BYTES / seconds, latency)
-
-
-def _access(file: FileIO, size: int) -> float:
-    """Return the seconds until one byte of a random page is read."""
-    _drop_cache(file.fileno())  # dropped every time, because the previous read may have fetched the pages around it
-    if CACHE_CAN_BE_DROPPED:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
-    file.seek(int.from_bytes(os.urandom(8)) % size)
-    start = time.perf_counter()
-    file.read(1)
-    return time.perf_counter() - start
-
-
-def _drop_cache(descriptor: int) -> None:
-    if CACHE_CAN_BE_DROPPED:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

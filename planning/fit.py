@@ -83,8 +83,7 @@ def slices(costs: Costs, part: Part) -> Iterator[Part]:
 def seconds_of(costs: Costs, part: Part, speed: Speed) -> float:
     """Return the predicted seconds of a step: computing, and moving files."""
     cost = costs.trace(part)
-    moved = cost.bytes_read + cost.bytes_written
-    return cost.flops / speed.flops + moved / speed.disk + cost.accesses * speed.latency
+    return cost.flops / speed.flops + speed.moving(cost.bytes_read, cost.bytes_written, cost.accesses)
 
 
 def _fastest(costs: Costs, part: Part, allowed: int, ways: Sequence[str], speed: Speed) -> Part | None:
@@ -134,7 +133,7 @@ def _searches(
             yield 0.0, lambda: min(filter(None, both), key=lambda each: costs.trace(each).flops, default=None)
     if "page" in ways:
         paged = list(_bases(part, ways, paged=True))[-1]
-        least = 2 * part.state_bytes / speed.disk
+        least = speed.moving(part.state_bytes, part.state_bytes)
         for spilled in (False, True):
             form = replace(paged, spilled=spilled)
             if same:

@@ -16,11 +16,19 @@ from piecework.planning.step_cost import ActivationProfile
 
 
 class Speed(NamedTuple):
-    """How fast a device computes (FLOP/s), moves files (bytes/s), and begins to (seconds an access)."""
+    """How fast a device computes (FLOP/s), reads files (bytes/s), begins to (seconds an access), and writes them (bytes/s).
+
+    Without `write`, it writes as fast as it reads.
+    """
 
     flops: float
     disk: float
     latency: float = 0.0
+    write: float = 0.0
+
+    def moving(self, read: float, written: float, accesses: float = 0) -> float:
+        """Return the seconds in which bytes are read and written in so many accesses."""
+        return read / self.disk + written / (self.write or self.disk) + accesses * self.latency
 
 
 BOARD = Speed(4e9, 4e7)  # a small board with an SD card or eMMC, where no device is named
@@ -28,7 +36,7 @@ BOARD = Speed(4e9, 4e7)  # a small board with an SD card or eMMC, where no devic
 
 def speed_of(device: DeviceState) -> Speed:
     """Return how fast a device is in a round."""
-    return Speed(device.flops_per_second, device.disk_bandwidth, device.disk_latency)
+    return Speed(device.flops_per_second, device.disk_bandwidth, device.disk_latency, device.write_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -122,9 +130,9 @@ def _extend(layers: Layers, prefix: _Prefix, segment: Segment, speed: Speed, *, 
     """Return a prefix with a segment that runs twice, and whose output is kept."""
     first, end = segment
     output = layers.outputs[end - 1]
-    moved = sum(layers.weights[first:end]) + (2 * output if spilled else 0)
-    seconds = sum(layers.flops[first:end]) / speed.flops + moved / speed.disk
-    seconds += (end - first + 2 * spilled) * speed.latency
+    written = output if spilled else 0
+    seconds = sum(layers.flops[first:end]) / speed.flops
+    seconds += speed.moving(sum(layers.weights[first:end]) + written, written, end - first + 2 * spilled)
     return _Prefix(0 if spilled else prefix.held + output, prefix.seconds + seconds, (*prefix.segments, segment))
 
 

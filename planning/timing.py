@@ -56,9 +56,11 @@ def work_seconds(
     read = [p.copies * p.state_bytes + stored_bytes(cut.settings, p) * n for p, n in zip(parts, seen, strict=True)]
     batches = [batches_of(cut.settings, n) for n in seen]
     paged = [(cost_model.trace(p), n) for p, n in zip(parts, batches, strict=True) if p.pages]
-    moved = sum(read) + sum(n * (cost.bytes_read + cost.bytes_written) for cost, n in paged)
+    moved = sum(read) + sum(n * cost.bytes_read for cost, n in paged)
+    written = sum(n * cost.bytes_written for cost, n in paged)
     accesses = sum(batches) + sum(n * cost.accesses for cost, n in paged)
-    return simulated_seconds(state, work_flops(cost_model, parts, seen, executed), *message_bytes, moved, accesses)
+    flops = work_flops(cost_model, parts, seen, executed)
+    return simulated_seconds(state, flops, *message_bytes, moved, accesses, written)
 
 
 def stored_bytes(settings: Settings, part: Part) -> int:

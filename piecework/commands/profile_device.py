@@ -14,15 +14,12 @@ from typing import Any
 import psutil
 import tomli_w
 
+from piecework.device_profiles.disk import CACHE_CAN_BE_DROPPED, PROBE_FILE_BYTES, DiskSpeed, measure_disk
 from piecework.device_profiles.profile import (
-    CACHE_CAN_BE_DROPPED,
-    PROBE_FILE_BYTES,
-    DiskSpeed,
     available_memory,
     convolution_speeds,
     format_bytes,
     format_compared,
-    measure_disk,
     usable_cpus,
 )
 

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from piecework.cli import app
 from piecework.commands import profile_device as profiles
 from piecework.commands.profile_device import Profile, steady_speed, toml_text
+from piecework.device_profiles.disk import PROBE_FILE_BYTES, DiskSpeed, measure_disk
 from piecework.device_profiles.fleet import device_state, load_fleet
 from piecework.device_profiles.fleet_file import FleetError
-from piecework.device_profiles.profile import PROBE_FILE_BYTES, DiskSpeed, convolution_speeds, measure_disk
+from piecework.device_profiles.profile import convolution_speeds
 
 
 @pytest.fixture(autouse=True)

@@ -24,9 +24,16 @@ def test_link_computing_and_disk_add_up() -> None:
     assert simulated_seconds(STATE, 300.0, 20, 40, disk_bytes=15) == pytest.approx(2 + 3 + 3 + 4)
     assert simulated_seconds(STATE, 300.0, 20, 40, disk_bytes=15, accesses=6) == pytest.approx(12 + 1.5)
     assert simulated_seconds(STATE, 0, 0, 0) == 0
+    # 10/5 written as fast as it is read, or 10/2
+    assert simulated_seconds(STATE, 0, 0, 0, disk_bytes=15, disk_written=10) == pytest.approx(3 + 2)
+    slow = dataclasses.replace(STATE, disk_write_bandwidth=2.0)
+    assert simulated_seconds(slow, 0, 0, 0, disk_bytes=15, disk_written=10) == pytest.approx(3 + 5)
 
 
-@pytest.mark.parametrize(("amounts", "message"), [((1.0, -1, 0), "down -1"), ((1.0, 0, 0, 0, -2), "accesses -2")])
+@pytest.mark.parametrize(
+    ("amounts", "message"),
+    [((1.0, -1, 0), "down -1"), ((1.0, 0, 0, 0, -2), "accesses -2"), ((1.0, 0, 0, 0, 0, -3), "written -3")],
+)
 def test_negative_amounts(amounts: tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulated_seconds(STATE, *amounts)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from helpers import budgets
 from piecework.device_profiles.fleet import Fleet, device_classes, device_of, device_state, load_fleet
 from piecework.device_profiles.fleet_file import FleetError, shipped_fleets
 from piecework.device_profiles.profile import DeviceProfile, DeviceState
+from piecework.planning.page_plan import speed_of
 
 SPEEDS = {"flops": 1e9, "bandwidth": 1e6, "disk-bandwidth": 1e7}
 
@@ -183,6 +184,11 @@ def test_bandwidth_and_latency_are_optional() -> None:
     assert load_fleet(given.to_json()) == given
     late = fleet(bare | {"disk-latency": 0.17})
     assert device_state(late, 0, 1, 0, 0, 0).disk_latency == 0.17
+    slow = fleet(bare | {"disk-write-bandwidth": 2e6})
+    assert load_fleet(slow.to_json()) == slow
+    states = [device_state(each, 0, 1, 0, 0, 0) for each in (given, slow)]
+    assert [each.write_bandwidth for each in states] == [1e7, 2e6]
+    assert [speed_of(each).moving(2e7, 1e7) for each in states] == pytest.approx([2 + 1, 2 + 5])
     assert load_fleet(late.to_json()) == late
 
 

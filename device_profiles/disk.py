@@ -1,0 +1,61 @@
+"""Measure a disk: how fast it writes and reads a file, and how long an access takes."""
+
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+PROBE_FILE_BYTES, PROBE_BLOCK_BYTES = 8_000_000, 1_000_000
+CACHE_CAN_BE_DROPPED = hasattr(os, "posix_fadvise")
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Bytes/s of writing with a final sync and of reading back, and the median seconds of an access."""
+
+    write: float
+    read: float
+    latency: float
+
+
+def measure_disk(directory: Path, size: int, accesses: int = 0) -> DiskSpeed:
+    """Write and sync a file of `size` bytes (at least a block), read it back, then read it at `accesses` random places.
+
+    The file is removed. If the system's cache cannot be dropped, reads come from the cache. Raises OSError.
+    """
+    blocks = max(1, size // PROBE_BLOCK_BYTES)
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        block = os.urandom(PROBE_BLOCK_BYTES)
+        start = time.perf_counter()
+        for _ in range(blocks):
+            file.write(block)
+        os.fsync(file.fileno())
+        written = time.perf_counter() - start
+        _drop_cache(file.fileno())
+        file.seek(0)
+        start = time.perf_counter()
+        while file.read(PROBE_BLOCK_BYTES):
+            pass
+        seconds = time.perf_counter() - start
+        waits = [_access(file, blocks * PROBE_BLOCK_BYTES) for _ in range(accesses)]
+    latency = statistics.median(waits) if waits else 0.0
+    return DiskSpeed(blocks * PROBE_BLOCK_BYTES / written, blocks * PROBE_BLOCK_BYTES / seconds, latency)
+
+
+def _access(file: FileIO, size: int) -> float:
+    """Return the seconds until one byte of a random page is read."""
+    _drop_cache(file.fileno())  # dropped every time, because the previous read may have fetched the pages around it
+    if CACHE_CAN_BE_DROPPED:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+    file.seek(int.from_bytes(os.urandom(8)) % size)
+    start = time.perf_counter()
+    file.read(1)
+    return time.perf_counter() - start
+
+
+def _drop_cache(descriptor: int) -> None:
+    if CACHE_CAN_BE_DROPPED:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
