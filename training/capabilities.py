@@ -14,7 +14,7 @@ Case = Mapping[str, tuple[Scalar, ...]]
 class Capabilities:
     """What a method can do, and how it treats clients and parts of the model that go short.
 
-    `fit` and `public` may depend on the method's settings: then they are the case in which they hold.
+    `fit`, `pages` and `public` may depend on the method's settings: then they are the case in which they hold.
     """
 
     attack: Literal["never", "optional", "always"] = (
@@ -42,7 +42,9 @@ class Capabilities:
     fit: bool | Case = (
         True  # a step may be fitted into a small budget (`memory.fit`), because the method does not change it
     )
-    pages: bool = False  # clients train the whole model with the usual step, which may page through it (`memory.fit`)
+    pages: bool | Case = (
+        False  # clients train the whole model with the usual step, which may page through it (`memory.fit`)
+    )
     optimisers: bool = (
         True  # clients train with the optimiser that the settings name, and not with one of the method's own
     )

@@ -144,7 +144,7 @@ METHODS = {
     "fedprox": Entry(
         "piecework.strategies.whole.fedprox.server:FedProx",
         "piecework.strategies.whole.fedprox.client",
-        FEDAVG,
+        replace(FEDAVG, pages={"fedprox.mu": (0.0,)}),
         ("fedprox",),
     ),
     "fedrbn": Entry(

@@ -1,6 +1,7 @@
 """Runs an experiment of test_rounds.py in child processes that kill themselves: `kill_driver.py FOLDER SETTINGS POINT...`.
 
-Each point is a moment of round 3 (`first-round`: of round 1); the child gets SIGKILL there, so nothing can tidy up after it.
+Each point is a moment of round 3, or of round 1 (`first-round`), or in the N-th tensor that goes to a page (`page-N`).
+The child gets SIGKILL there, so nothing can tidy up after it.
 """
 
 import json
@@ -22,6 +23,7 @@ from piecework.device_profiles.memory import trace  # noqa: E402
 from piecework.federation.evaluation import Evaluator  # noqa: E402
 from piecework.server_app import records  # noqa: E402
 from piecework.server_app.records import RunDir  # noqa: E402
+from piecework.training import pages  # noqa: E402
 
 
 def die(*_: object, **__: object) -> None:
@@ -59,6 +61,20 @@ def sync_then_die(path: Path, original: Callable[[Path], None] = records.sync) -
         die()
 
 
+def write_half_then_die(number: int, original: Callable[..., None] = pages._write_all) -> None:
+    """Die in the middle of the `number`-th tensor that goes to a page."""
+    calls = [0]
+
+    def counted(descriptor: int, content: memoryview) -> None:
+        calls[0] += 1
+        if calls[0] == number:
+            original(descriptor, content[: len(content) // 2])
+            die()
+        original(descriptor, content)
+
+    pages._write_all = counted
+
+
 def arm(point: str) -> None:
     if point == "first-round":
         at_call(Evaluator, "__call__", 1)
@@ -72,6 +88,8 @@ def arm(point: str) -> None:
         at_call(RunDir, "save_checkpoint", 3, after=True)
     elif point == "client-has-committed":  # 3 clients a round: the second of round 3
         at_call(Store, "commit_state", 8, after=True)
+    elif point.startswith("page-"):
+        write_half_then_die(int(point.removeprefix("page-")))
     else:
         raise ValueError(point)
 

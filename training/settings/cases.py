@@ -73,3 +73,24 @@ def require_accepted(settings: Settings, refuses: Iterable[Refusal], name: str) 
         if bad and holds(refusal.when, values):
             shown = str(value).lower() if isinstance(value, bool) else repr(value)
             raise ValueError(f"{key} = {shown}: {refusal.why.format(name=name)}")
+    _require_possible_ways(settings, name)
+
+
+def _require_possible_ways(settings: Settings, name: str) -> None:
+    """Raise ValueError for a way that `memory.fit` names and the run cannot go; `auto` leaves such ways out."""
+    named = () if "auto" in settings.memory.ways else settings.memory.ways
+    if settings.training.clip_norm and (found := [way for way in ("step-in-backward", "page") if way in named]):
+        raise ValueError(
+            f"memory.fit = {settings.memory.fit!r}: training.clip-norm = {settings.training.clip_norm:g} needs the norm of all "
+            f"gradients at once, which {' and '.join(found)} never have; leave it out, or set training.clip-norm to 0"
+        )
+    pages = find_entry(settings.strategy).can.pages
+    if "page" in named and not is_true(pages, settings):
+        able = ", ".join(each for each, entry in METHODS.items() if entry.can.pages is True)
+        case = (
+            " and ".join(f"{key} = {values[0]}" for key, values in pages.items()) if isinstance(pages, Mapping) else ""
+        )
+        raise ValueError(
+            f"memory.fit = {settings.memory.fit!r}: the clients of {name} do not train the whole model with the usual step, "
+            f"which alone can page{f' (they do with {case})' if case else ''}; leave page out, or use one of {able}"
+        )

@@ -1,0 +1,50 @@
+"""Boards that page through the whole model train as if they had room for all of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers import TRIO, fleet_json, model_of, run_local, same
+
+from piecework.server_app.records import RunDir
+
+PAGED = TRIO | {"strategy": "fedavg", "num_rounds": 2, "memory__fit": "page", "training__local_iterations": 2}
+SMALL = PAGED | {"fleet": fleet_json(small=0.6)}
+# Tensors that a run writes to pages: see below. One point is in round 1, before there is a checkpoint, and one in round 2.
+POINTS = {"page-50": 0, "page-400": 1}
+
+
+def kill_and_resume(folder: Path, points: list[str]) -> list[tuple[str, int, RunDir]]:
+    """Runs that got SIGKILL at these points and were resumed, each with the rounds of its newest checkpoint."""
+    driver = Path(__file__).with_name("kill_driver.py")
+    command = [sys.executable, str(driver), str(folder), json.dumps(SMALL), *points]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-len(points) :] == [f"{point} 9" for point in points]
+    found = []
+    for point in points:
+        run = RunDir(folder / point / "run")
+        checkpoint = run.load_checkpoint()
+        resume = {"resume_from": str(run.path)} if checkpoint else {}
+        rounds = checkpoint.values["round"] if checkpoint else 0
+        found.append((point, rounds, run_local(folder / point, **SMALL, **resume)))
+    return found
+
+
+def test_boards_that_page_come_to_the_model_of_large_ones(tmp_path: Path) -> None:
+    """In every round, and after a kill in the middle of a page; the records say what went to the disk and back."""
+    large = run_local(tmp_path / "large", **PAGED | {"fleet": "unlimited"})
+    small = run_local(tmp_path / "small", **SMALL)
+    killed = kill_and_resume(tmp_path, list(POINTS))
+    assert {point: rounds for point, rounds, _ in killed} == POINTS
+    for run in (small, *(run for _, _, run in killed)):
+        assert same(model_of(large), model_of(run))
+        for record, other in zip(run.rounds(), large.rounds(), strict=True):
+            assert (record["accuracy"], record["loss"]) == (other["accuracy"], other["loss"])
+            for client, plain in zip(record["clients"], other["clients"], strict=True):
+                assert client["status"] == "ok"
+                assert client["step"].startswith("pages through ")
+                assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]
+                assert client["train_loss"] == plain["train_loss"]
+                assert min(client["disk_read"], client["disk_written"]) > 0
+                assert (plain["step"], plain["disk_read"], plain["disk_written"]) == ("", 0, 0)
