@@ -24,6 +24,7 @@ from piecework.training.sgd import TrainingConfig
 
 AUTO = "auto"  # among ways: the fastest step of all, not the first way that fits
 _PROFILES: dict[Hashable, ActivationProfile] = {}
+SLACK, FINER = 1.1, 1.04  # limits for pages begin so far above the memory, and fall by this factor
 ATTEMPTS = 8  # traces of one search; the profile has been off by a few buffers at most
 
 
@@ -175,17 +176,18 @@ def _with_recomputed(part: Part, segments: tuple[Segment, ...] | None) -> Part |
 
 
 def _page(costs: Costs, part: Part, allowed: int, speed: Speed) -> Part | None:
-    """Return the part with the fastest pages for the profile, whose traced step fits, or None."""
-    layers = _layers(costs, part)
+    """Return the part with the fastest pages for the profile, whose traced step fits, or None.
 
-    def plan(limit: float) -> Part | None:
-        pages = fewest_seconds(layers, limit, speed, spilled=part.spilled)
-        return None if pages is None else replace(part, pages=pages)
-
-    if (found := _tighten(costs, allowed, plan)) is not None:
-        return found
-    least = replace(part, pages=finest(len(part.atoms)))
-    return least if _bytes(costs, least) <= allowed else None
+    A lower limit has slower pages: the first that fit are the fastest. The profile may be off by some layers' workspace.
+    """
+    layers, limit, tried = _layers(costs, part), SLACK * allowed, set[tuple[Segment, ...]]()
+    while (pages := fewest_seconds(layers, limit, speed, spilled=part.spilled)) is not None:
+        if pages not in tried and _bytes(costs, found := replace(part, pages=pages)) <= allowed:
+            return found
+        tried.add(pages)
+        limit /= FINER
+    ends = (replace(part, pages=finest(len(part.atoms), alone=alone)) for alone in (False, True))
+    return next((found for found in ends if _bytes(costs, found) <= allowed), None)
 
 
 def _tighten(costs: Costs, allowed: int, plan: Callable[[float], Part | None]) -> Part | None:
