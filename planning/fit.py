@@ -57,16 +57,21 @@ def cheapest(costs: Costs, part: Part, allowed: int, ways: Sequence[str], speed:
 def smallest(costs: Costs, part: Part, ways: Sequence[str]) -> Part:
     """Return the part with the step that takes the fewest bytes of all that `ways` allow."""
     found = list(_bases(part, ways))
+    lean = found[-1]  # of what comes on top of them, the leanest base has the fewest bytes
     if "micro-batch" in ways:
-        found += [list(slices(costs, each))[-1] for each in found if not each.in_backward and list(slices(costs, each))]
+        found += _last_slice(costs, replace(lean, in_backward=False))
     if "recompute" in ways:
-        found += [replace(each, recompute=_leanest(costs, each)) for each in found]
+        found += [replace(each, recompute=_leanest(costs, each)) for each in (lean, *found[-1:])]
     if "page" in ways:
-        paged = [replace(each, spilled=spilled) for each in _bases(part, ways, paged=True) for spilled in (False, True)]
-        if "micro-batch" in ways:
-            paged += [list(slices(costs, each))[-1] for each in paged if list(slices(costs, each))]
+        paged = [replace(list(_bases(part, ways, paged=True))[-1], spilled=True)]
+        paged += _last_slice(costs, paged[0]) if "micro-batch" in ways else []
         found += [replace(each, pages=pages) for each in paged for pages in _leanest_pages(costs, each)]
     return min(found, key=lambda each: _bytes(costs, each))
+
+
+def _last_slice(costs: Costs, part: Part) -> list[Part]:
+    """Return the part with the smallest micro-batches, or nothing if its batch cannot be cut."""
+    return list(slices(costs, part))[-1:]
 
 
 def slices(costs: Costs, part: Part) -> Iterator[Part]:
