@@ -27,12 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import nn
 
     from piecework.client_app.store import Store
     from piecework.models.cascade import Blueprint
     from piecework.models.partition import Piece
+    from piecework.training.examples import Examples
     from piecework.training.loop import LocalTrainer
+    from piecework.training.settings import Settings
     from piecework.training.sgd import TrainingConfig
 
 CGROUP_V1, CGROUP_V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -134,17 +137,45 @@ def trained(trainer: "LocalTrainer") -> "Iterator[tuple[str, nn.Module]]":
         yield unit, cascade.load_unit(unit)
 
 
+def make_examples(
+    settings: "Settings",
+    store: "Store",
+    folder: Path,
+    steps: int,
+    shape: tuple[int, ...],
+    rng: "np.random.Generator",
+    first: bool,
+) -> "Examples":
+    """Write examples for so many steps to the disk, images for the `first` atom and else features, and return them."""
+    import numpy as np
+
+    from piecework.client_app.store import FeatureWriter
+    from piecework.federated_data.datasets import ArrayDataset
+    from piecework.training.examples import feature_examples, training_examples
+
+    count = steps * settings.training.batch_size
+    labels = rng.integers(0, CLASSES, count)
+    if first:
+        np.save(folder / "images.npy", rng.integers(0, 256, (count, *shape[1:], shape[0]), dtype=np.uint8))
+        mapped = np.load(folder / "images.npy", mmap_mode="r")
+        mean_std = (0.5,) * shape[0]
+        data = ArrayDataset("random", mapped, labels, CLASSES, mean_std, mean_std, mapped[:0], labels[:0])
+        return training_examples(data, np.arange(count))
+    stored = (*shape[1:], shape[0]) if len(shape) == 3 else shape
+    writer = FeatureWriter(store.feature_path("train-0"), count, stored, settings.memory.feature_cache_bytes)
+    for row in range(count):
+        writer.put(np.array([row]), rng.standard_normal((1, *stored), dtype=np.float32))
+    return feature_examples(writer.close(), labels)
+
+
 def train(task: dict[str, Any], folder: Path) -> None:
     """Write the piece's weights and examples to the disk, then train it as a client does."""
     import numpy as np
     import torch
     from pydantic import TypeAdapter
 
-    from piecework.client_app.store import FeatureWriter
     from piecework.device_profiles.profile import available_memory
-    from piecework.federated_data.datasets import ArrayDataset
     from piecework.models.step import Step, with_step
-    from piecework.training.examples import Examples, feature_examples, training_examples
     from piecework.training.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
     from piecework.training.settings import Settings
     from piecework.training.setup import blueprint_of_shape, training_config_for
@@ -154,24 +185,9 @@ def train(task: dict[str, Any], folder: Path) -> None:
     blueprint = blueprint_of_shape(settings, SHAPE, CLASSES)
     atoms, rng = tuple(task["atoms"]), np.random.default_rng(0)
     store = filled_store(folder, blueprint, atoms)
-    count, shape = task["steps"] * settings.training.batch_size, blueprint.shape_before(atoms[0])
-    labels = rng.integers(0, CLASSES, count)
-
-    def images() -> Examples:
-        np.save(folder / "images.npy", rng.integers(0, 256, (count, *shape[1:], shape[0]), dtype=np.uint8))
-        mapped = np.load(folder / "images.npy", mmap_mode="r")
-        mean_std = (0.5,) * shape[0]
-        data = ArrayDataset("random", mapped, labels, CLASSES, mean_std, mean_std, mapped[:0], labels[:0])
-        return training_examples(data, np.arange(count))
-
-    def features() -> Examples:
-        stored = (*shape[1:], shape[0]) if len(shape) == 3 else shape
-        writer = FeatureWriter(store.feature_path("train-0"), count, stored, settings.memory.feature_cache_bytes)
-        for row in range(count):
-            writer.put(np.array([row]), rng.standard_normal((1, *stored), dtype=np.float32))
-        return feature_examples(writer.close(), labels)
-
-    examples = features() if atoms[0] else images()
+    examples = make_examples(
+        settings, store, folder, task["steps"], blueprint.shape_before(atoms[0]), rng, atoms[0] == 0
+    )
     return_free_memory()
     keep_heap_tight(task["budget"], available_memory())
     cap = MemoryCap(task["budget"], enforced=False)

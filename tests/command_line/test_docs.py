@@ -35,7 +35,7 @@ def test_the_plans_in_the_documents_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("piecework.plans.suggest.METHODS", {name: METHODS[name] for name in few})
     text = "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/plan.md", "docs/memory.md"))
     commands = re.findall(r"^    piecework plan(.*)$", text.replace("\\\n", " "), re.MULTILINE)
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in {" ".join(command.split("#")[0].split()) for command in commands}:
         options = shlex.split(command.replace("docs/plan.svg", str(tmp_path / "plan.svg")))
         done = CliRunner().invoke(app, ["plan", *options])
@@ -51,7 +51,7 @@ def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
     mine, devices = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "plan.md").read_text("utf-8"), re.DOTALL)
     (tmp_path / "mine.toml").write_text(mine, encoding="utf-8")
     fleet = load_fleet(str(tmp_path / "mine.toml"))
-    assert len(fleet.devices) == 7
+    assert len(fleet.devices) == 8
     assert (fleet.memory_loss, fleet.memory_floor) == ((0.8, 0.9), 60_000_000)
     without = "\n".join(line for line in mine.splitlines() if not line.startswith(("pool", "skew")))
     (tmp_path / "mine.toml").write_text(f"{without}\n{devices}", encoding="utf-8")
