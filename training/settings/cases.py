@@ -82,7 +82,7 @@ def _require_possible_ways(settings: Settings, name: str) -> None:
     if settings.training.clip_norm and (found := [way for way in ("step-in-backward", "page") if way in named]):
         raise ValueError(
             f"memory.fit = {settings.memory.fit!r}: training.clip-norm = {settings.training.clip_norm:g} needs the norm of all "
-            f"gradients at once, which {' and '.join(found)} never have; leave it out, or set training.clip-norm to 0"
+            f"gradients at once, and a step never has them with {' or '.join(found)}; leave it out, or set clip-norm to 0"
         )
     pages = find_entry(settings.strategy).can.pages
     if "page" in named and not is_true(pages, settings):
