@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from piecework.models.recompute_cheap import Keeper, Packed, unpack
 from piecework.models.replayed_random import RandomState
@@ -38,6 +39,8 @@ class _Segment:
         self.run, self.z, self.modules, self.cheap = run, z, modules, cheap
         self.device, self.random = z.device.type, RandomState(z.device)
         self.autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+        # What a batch norm in training mode returns does not depend on its statistics; other buffers may decide it.
+        self.buffers = [(buffer, buffer.clone()) for buffer in _deciding_buffers(modules)]
         self.saved = 0
         self.activations: dict[int, Tensor | Packed] | None = None
 
@@ -69,8 +72,15 @@ class _Segment:
             saved_tensors_hooks(keep, _not_kept),
             keeper or nullcontext(),
         ):
+            for buffer, value in self.buffers:
+                buffer.data.copy_(value)
             self.run(self.z.detach().requires_grad_(self.z.requires_grad))
         return found
+
+
+def _deciding_buffers(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    layers = (layer for module in modules for layer in module.modules())
+    return (buffer for layer in layers if not isinstance(layer, _BatchNorm) for buffer in layer.buffers(recurse=False))
 
 
 def _not_kept(_: None) -> Tensor:

@@ -2,13 +2,14 @@
 
 A step moves parameters in its backward pass, which costs nothing; computes norms and activations again, which costs a few
 percent; computes segments of atoms again, which costs their forward pass; or pages through the model, which costs most of a
-forward pass and the time of a disk. All of these are the plain step, bit for bit. Micro-batches are it to rounding, and with
-batch norms they are another step. `cheapest` finds the step with the fewest predicted seconds that fits, and `smallest` the one
-with the fewest bytes. Both verify with traced costs.
+forward pass and the time of a disk. All of these are the plain step, bit for bit. Micro-batches are it to rounding, but dropout
+draws other masks in them, and with batch norms they are another step. `cheapest` finds the step with the fewest predicted
+seconds that fits, and `smallest` the one with the fewest bytes. Both verify with traced costs.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Protocol
 
 from piecework.device_profiles.memory import StepCost
@@ -138,10 +139,9 @@ def _searches(
             both = (_recompute(costs, each, allowed) for each in slices(costs, sliced))
             yield 0.0, lambda: min(filter(None, both), key=lambda each: costs.trace(each).flops, default=None)
     if "page" in ways:
-        paged = list(_bases(part, ways, paged=True))[-1]
         least = speed.moving(part.state_bytes, part.state_bytes)
-        for spilled in (False, True):
-            form = replace(paged, spilled=spilled)
+        for spilled, base in product((False, True), _bases(part, ways, paged=True)):
+            form = replace(base, spilled=spilled)
             if same:
                 yield least, lambda form=form: _page(costs, form, allowed, speed)  # type: ignore[misc]
             if same_slices:

@@ -42,6 +42,7 @@ def paged_cost(
         nonlocal moved_by_attack
         one_step = replace(training_config, attack=replace(attack, steps=1)) if attack else training_config
         cascade = PagedCascade(blueprint, atoms, head, fake_load(blueprint), one_step, pages, piece_class)
+        cascade.young = False  # counting batches needs their number, which a trace does not know
         cascade.parts = first_parts
         size = training_config.batch_size
         x, y = fake_batch(blueprint, atoms[0], size), torch.zeros(size, dtype=torch.int64)

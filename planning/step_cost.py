@@ -122,7 +122,9 @@ def activation_profile(part: Part, training_config: TrainingConfig) -> Activatio
         optimiser.step()
 
     trace(work, memory)
-    return ActivationProfile(tuple(kept), tuple(outputs), (*reversed(peaks[1:]), peaks[0]))
+    passed = [*reversed(peaks[1:]), peaks[0]]
+    frozen = [passed[0]] * (len(kept) + 1 - len(passed))  # no gradient passes the first atoms if they do not learn
+    return ActivationProfile(tuple(kept), tuple(outputs), (*frozen, *passed))
 
 
 def stream_cost(

@@ -16,7 +16,6 @@ MeBP (Song and Xu, 2025, arXiv 2510.03425) trains language models on phones like
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -25,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
+from piecework.models.replayed_random import RandomState
 from piecework.models.static_norms import count_first_alike
 from piecework.training.adam import OPTIMISERS
 from piecework.training.attacks import Gradient, Parts, micro_batches, pgd
@@ -64,6 +64,7 @@ class PagedCascade:
         self.segments = segments_of(atoms, training_config)
         self.last, self.piece_class, self._load = len(self.segments) - 1, piece_class, load
         self.parts = micro_batches(training_config.micro_batch)
+        self.young = training_config.attack is None  # attacks read running statistics, which must not change abruptly
         inputs = InPages(pages) if training_config.spilled else InMemory()
         self._inputs = inputs
         # evaluates, and attacks, in evaluation mode
@@ -86,7 +87,7 @@ class PagedCascade:
         )
         piece.train(True)
         piece.cheap = self.training_config.cheap
-        if self.training_config.attack is None:
+        if self.young:
             count_first_alike(piece.units().values())
         return piece
 
@@ -103,16 +104,16 @@ class PagedCascade:
     def step(self, x: Tensor, y: Tensor, parts: Parts | None = None) -> Tensor:
         """Take a step on x[B, ...] with labels y[B]; return the detached loss. `parts` replaces the cut into micro-batches."""
         parts = parts or self.parts
-        z, states = x, list[Tensor]()
+        z, states = x, list[RandomState]()
         for number in range(self.last):
             if number:  # the caller holds x anyway
                 self._inputs.put(number, z)
-            states.append(torch.get_rng_state())
+            states.append(RandomState(self.pages.device))
             z = self._forward(number, z, parts)
         loss, passed = self._learn(z, y, parts)
         del z
         for number in reversed(range(self.last)):
-            with _random_numbers_of(states.pop(), self.pages.device):
+            with states.pop().restored():
                 self._pass_back(number, self._inputs.take(number) if number else x, passed, parts)
         return loss
 
@@ -158,7 +159,8 @@ class PagedCascade:
                 passed.clear()  # the backward pass frees it as soon as it can
             with self._precision(z):
                 end = _Begin.apply(piece.features(upstream.watch(part)), incoming)
-            end.backward()
+            if end.requires_grad:  # else the first segment has nothing to learn
+                end.backward()
         self._write_back(piece)
         passed[:] = upstream.taken
 
@@ -272,11 +274,3 @@ def _batch_like(part: Tensor, size: int) -> Tensor:
     channels_last = part.dim() == 4 and part.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty((size, *part.shape[1:]), dtype=part.dtype, device=part.device, memory_format=layout)
-
-
-@contextmanager
-def _random_numbers_of(state: Tensor, device: torch.device) -> Iterator[None]:
-    """Draw in the body from this state of the generator, which afterwards is as it was before."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.set_rng_state(state)
-        yield

@@ -4,18 +4,25 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import a_training_config
 from settings_helpers import settings_with
+from torch import nn
 from zoo_helpers import blueprint_of
 
+from piecework.models.cascade import isolate_rng
 from piecework.models.step import Segment, Step, with_step
+from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import CostModel
 from piecework.planning.fit import AUTO, cheapest, seconds_of, slices, smallest
 from piecework.planning.page_plan import BOARD, Layers, Speed, fewest_seconds, peak_of
 from piecework.planning.part import Part, whole_model
+from piecework.training.paged import PagedCascade
+from piecework.training.pages import PageFiles
 from piecework.training.settings.cases import require_accepted
 from piecework.training.settings.shared import WAYS
 
@@ -171,3 +178,40 @@ def test_a_way_that_a_run_cannot_go_is_refused_if_it_is_named(changes: dict[str,
         require_accepted(settings_with(memory__fit="page,recompute", **values), (), values["strategy"])
     require_accepted(settings_with(memory__fit="auto", **values), (), values["strategy"])
     require_accepted(settings_with(memory__fit="recompute", **values), (), values["strategy"])
+
+
+OWN = """
+from torch import nn
+
+def make(classes, shape):
+    layers = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, classes)
+    net = nn.Sequential(*layers)
+    net[0].requires_grad_(False)
+    return net
+"""
+
+
+def test_own_modules_with_batch_norms_and_a_frozen_beginning_page(tmp_path: Path) -> None:
+    """Their norms count batches in tensors whose values a trace does not know, and no gradient passes their first atom."""
+    (tmp_path / "own.py").write_text(OWN, "utf-8")
+    blueprint = build_blueprint(
+        f"{tmp_path / 'own.py'}:make", num_classes=10, input_shape=(1, 8, 8), batch_norm="running"
+    )
+    costs = CostModel(a_training_config(8), None, blueprint)
+    part = replace(whole_model(blueprint), pageable=True)
+    found = smallest(costs, part, ("page",))
+    assert found.pages
+    assert costs.bytes(found) < costs.bytes(part)
+
+    def load(unit: str) -> nn.Module:
+        with isolate_rng(0):
+            return blueprint.build_unit(unit)
+
+    config = with_step(costs.training_config, found)
+    cascade = PagedCascade(blueprint, part.atoms, part.head, load, config, PageFiles(tmp_path / "pages"))
+    before = cascade.load_unit("atoms.0").state_dict()
+    cascade.step(torch.ones(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64))
+    after = cascade.load_unit("atoms.0").state_dict()
+    assert all(
+        torch.equal(after[name], before[name]) for name in before if "running" not in name and "tracked" not in name
+    )
