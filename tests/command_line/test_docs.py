@@ -43,7 +43,7 @@ def test_the_plans_in_the_documents_run(tmp_path: Path, monkeypatch: pytest.Monk
         if "--suggest" in options:
             said = [line.strip() for line in done.stdout.splitlines()[:4]]
             assert all(line in (ROOT / "docs/plan.md").read_text("utf-8") for line in said), said
-            assert said[0].startswith("Use fedepth.")
+            assert said[0].startswith("Use fedavg with memory.fit.")
     assert (tmp_path / "plan.svg").stat().st_size > 10_000
 
 
@@ -51,7 +51,7 @@ def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
     mine, devices = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "plan.md").read_text("utf-8"), re.DOTALL)
     (tmp_path / "mine.toml").write_text(mine, encoding="utf-8")
     fleet = load_fleet(str(tmp_path / "mine.toml"))
-    assert len(fleet.devices) == 8
+    assert len(fleet.devices) == 7
     assert (fleet.memory_loss, fleet.memory_floor) == ((0.8, 0.9), 60_000_000)
     without = "\n".join(line for line in mine.splitlines() if not line.startswith(("pool", "skew")))
     (tmp_path / "mine.toml").write_text(f"{without}\n{devices}", encoding="utf-8")

@@ -49,7 +49,7 @@ def test_pieces_have_the_gradient_of_the_whole(
             assert float((gradient - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
         assert torch.equal(x, before)
     stored = sorted(path.name for path in client.store.task.glob("input-*"))
-    assert stored == ([] if held else [f"input-{number}.npy" for number in range(len(pieces) - 1)])
+    assert stored == ([] if held else [f"input-{number}.page" for number in range(len(pieces) - 1)])
 
 
 def test_accuracies_are_those_of_the_whole(tmp_path: Path) -> None:
