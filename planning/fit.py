@@ -114,7 +114,7 @@ def _fastest(costs: Costs, part: Part, allowed: int, ways: Sequence[str], speed:
 
 
 def _simplify(costs: Costs, part: Part, allowed: int) -> Part:
-    """Return the part without the ways that cost time and no FLOPs, if it fits without them."""
+    """Return the part without cheap recomputation, whose time no FLOPs show, if it fits without it."""
     simpler = replace(part, cheap=False)
     return simpler if part.cheap and _bytes(costs, simpler) <= allowed else part
 

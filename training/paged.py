@@ -65,11 +65,17 @@ class PagedCascade:
         self.last, self.piece_class, self._load = len(self.segments) - 1, piece_class, load
         self.parts = micro_batches(training_config.micro_batch)
         self.young = training_config.attack is None  # attacks read running statistics, which must not change abruptly
-        inputs = InPages(pages) if training_config.spilled else InMemory()
-        self._inputs = inputs
+        self._inputs = InPages(pages) if training_config.spilled else InMemory()
         # evaluates, and attacks, in evaluation mode
         self.streamed = StreamedCascade(
-            blueprint, self.segments, head, self.load_unit, training_config, inputs, held=False, piece_class=piece_class
+            blueprint,
+            self.segments,
+            head,
+            self.load_unit,
+            training_config,
+            self._inputs,
+            held=False,
+            piece_class=piece_class,
         )
 
     def load_unit(self, unit: str) -> nn.Module:

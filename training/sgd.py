@@ -91,8 +91,8 @@ class SGD:
 
     @torch.no_grad()
     def _move_at_once(self, number: int, parameter: Tensor) -> None:
-        held = id(parameter) in self._undecayed
-        self._move([number], 0.0 if held else self.training_config.weight_decay)
+        undecayed = id(parameter) in self._undecayed
+        self._move([number], 0.0 if undecayed else self.training_config.weight_decay)
         parameter.grad = None
 
     def _allocate(self) -> None:

@@ -54,11 +54,8 @@ class InPages:
         """Keep the input z[B, ...] of a piece."""
         z = packed(z)
         self.pages.write(f"input-{number}", [z])
-        self._form[number] = (
-            z.shape,
-            z.stride(),
-            z.dtype,
-        )  # not a tensor on torch's meta device, which imports its compiler
+        # not a tensor on torch's meta device, which imports its compiler
+        self._form[number] = z.shape, z.stride(), z.dtype
 
     def take(self, number: int) -> Tensor:
         """Return the input of a piece, which is not needed again."""
