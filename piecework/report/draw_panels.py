@@ -18,8 +18,9 @@ from piecework.report.page import (
 from piecework.strategies.panels import Cells, Panel, Plot
 
 PICTURE = 190  # pixels of a picture's height, where rounds are columns
-BLUES = [[0.0, "#ffffff"], [1.0, COLOURS[0]]]
-SHADES = [[0.0, "#eaf3fa"], [1.0, COLOURS[0]]]  # white is for cells without a value
+# The paler, the more of the page is seen; cells without a value are the page itself.
+BLUES = [[0.0, "rgba(0,114,178,0)"], [1.0, COLOURS[0]]]
+SHADES = [[0.0, "rgba(0,114,178,0.1)"], [1.0, COLOURS[0]]]
 
 
 def section(panel: Panel, rounds: Sequence[Record]) -> Section:

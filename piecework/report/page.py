@@ -12,30 +12,47 @@ from typing import Any
 
 from piecework.report.display import Record
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish; yellow is too pale on white.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#8A8A8A")
+# Okabe and Ito's colours, which colour-blind readers can distinguish. Yellow is too pale on white, and black is nothing on a
+# dark page: brown and grey are seen on both.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#966F4A", "#8A8A8A")
+MARKS = "#7d858f"  # what is marked on bars, on a light and on a dark page
 DASHES = ("solid", "dash", "dot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "pentagon")
 
+# Colours are variables, so that a page follows the system's light or dark mode; paper is always light.
 STYLE = """
-body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24; background: #fff;
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --page: #fff; --panel: #f5f7f9; --line: #dfe3e8;
+  --good: #00614a; --bad: #a33d00; --bad-panel: #fdf3ec; --bad-line: #d55e00; --link: #0060a8;
+  --full: #0072b2; --on-full: #fff; --empty: #eef2f5; }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --soft: #a3adb8; --page: #12161b;
+  --panel: #1b2128; --line: #333b45; --good: #4cc9a4; --bad: #ff9d5c; --bad-panel: #2b1d14; --bad-line: #d55e00;
+  --link: #6cb6ff; --full: #56b4e9; --on-full: #0b0e11; --empty: #20272f; } }
+* { box-sizing: border-box; }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink); background: var(--page);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; break-after: avoid; }
-h1 small { font-size: .9rem; font-weight: normal; padding: .15rem .6rem; border: 1px solid; border-radius: 1rem; }
-.completed { color: #00614a; } .failed { color: #a33d00; } .unfinished, .stopped { color: #57606a; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem 1rem; border-left: 4px solid #d55e00;
-  background: #fdf3ec; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; break-after: avoid; overflow-wrap: anywhere; }
+h1 small { font-size: .9rem; font-weight: normal; padding: .15rem .6rem; border: 1px solid; border-radius: 1rem;
+  white-space: nowrap; vertical-align: middle; }
+.completed { color: var(--good); } .failed { color: var(--bad); } .unfinished, .stopped { color: var(--soft); }
+a { color: var(--link); }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem 1rem; border-left: 4px solid var(--bad-line);
+  background: var(--bad-panel); }
 .scroll { overflow-x: auto; } .scroll thead ~ tbody td { overflow-wrap: normal; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
-th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid #e3e6ea; }
+th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); }
 th, td:first-child, .memory td, .stages td:not(:last-child) { white-space: nowrap; } td { overflow-wrap: anywhere; }
-tbody th { font-weight: normal; color: #57606a; }
-p { color: #57606a; margin: .2rem 0 .6rem; overflow-wrap: anywhere; }
-section { break-inside: avoid; } summary { cursor: pointer; }
+tbody th { font-weight: normal; color: var(--soft); }
+p { color: var(--soft); margin: .2rem 0 .6rem; overflow-wrap: anywhere; }
+p strong { color: var(--ink); } p.says { color: var(--ink); font-size: 1.1rem; margin: .2rem 0 1rem; }
+section { break-inside: avoid; } summary { cursor: pointer; } figure { margin: 0; }
+.js-plotly-plot text:not(.hoverlayer text) { fill: var(--ink) !important; }
+.js-plotly-plot :is(.gridlayer, .zerolinelayer) path { stroke: var(--line) !important; }
 @media print { body { margin: 0; zoom: .74; } details::details-content { content-visibility: visible; } }
 """
 LAYOUT = {"template": "plotly_white", "margin": {"t": 25, "r": 10, "b": 50, "l": 70}, "showlegend": True}
+# What lies behind is the page, in its own colour.
+LAYOUT |= {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
 LAYOUT |= {"font": {"family": "system-ui, sans-serif", "size": 13}}
 # Below the panels: beside them, it would leave none of a telephone's width to the curves.
 LAYOUT |= {"legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"}}

@@ -15,6 +15,7 @@ from piecework.report.display import Record
 from piecework.report.draw_panels import section
 from piecework.report.page import (
     COLOURS,
+    MARKS,
     Section,
     bars,
     escape_label,
@@ -269,7 +270,7 @@ def memory_figure(rounds: Sequence[Record]) -> Any:
     )
     for name, symbol, size, values in marks:
         seen = {str(client): value for client, value in values.items() if value}
-        marker = {"symbol": symbol, "size": size, "color": "#1b1f24", "line": {"width": 2}}
+        marker = {"symbol": symbol, "size": size, "color": MARKS, "line": {"width": 2}}
         if seen:
             figure.add_scatter(x=[*seen], y=[*seen.values()], name=name, mode="markers", marker=marker)
     order = [str(row["client"]) for row in rows]
