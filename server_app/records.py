@@ -98,7 +98,7 @@ class RunDir:
         content = self.rounds_file.read_bytes() if self.rounds_file.is_file() else b""
         for number, line in enumerate(content.split(b"\n")[:-1], start=1):
             try:
-                records.append(_round_record(line, records[-1]["round"] if records else 0))
+                records.append(parse_round(line, records[-1]["round"] if records else 0))
             except ValueError as error:
                 return records, f"{self.rounds_file}, line {number}, is damaged: {error}"
         return records, ""
@@ -227,8 +227,8 @@ def round_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("round-"))
 
 
-def _round_record(line: bytes, before: int) -> dict[str, Any]:
-    """Parse a line of rounds.jsonl that follows the record of round `before`. Raises ValueError."""
+def parse_round(line: bytes, before: int) -> dict[str, Any]:
+    """Return the record in a line of rounds.jsonl that follows that of round `before`. Raises ValueError."""
     record = read_json(line)
     if not isinstance(record, dict) or not isinstance(record.get("round"), int):
         raise ValueError(f"not the record of a round: {line[:60]!r}")

@@ -130,6 +130,12 @@ def format_size(amount: float | None) -> str:
 
 def write_curves(groups: Sequence[Group], path: Path) -> Path:
     """Write one page with accuracy over rounds and over bytes. Raises ReportError without plotly."""
+    write_atomically(path, curves_html(groups).encode())
+    return path
+
+
+def curves_html(groups: Sequence[Group], above: str = "") -> str:
+    """Return that page, with the HTML `above` before its heading. Raises ReportError without plotly."""
     from piecework.report.page import Section, page, sections_html, table
 
     caption = (
@@ -148,10 +154,7 @@ def write_curves(groups: Sequence[Group], path: Path) -> Path:
     shown = shown or [Section("Accuracy", "No round of these runs was evaluated.")]
     listed = table(([row[name] for name in rows[0]] for row in rows), list(rows[0]))
     shown.append(Section("Runs", f"{MEANS[0].upper()}{MEANS[1:]}.", below=listed))
-    write_atomically(
-        path, page("Piecework: runs compared", f"<h1>Runs compared</h1>{settings}{sections_html(shown)}").encode()
-    )
-    return path
+    return page("Piecework: runs compared", f"{above}<h1>Runs compared</h1>{settings}{sections_html(shown)}")
 
 
 def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any:

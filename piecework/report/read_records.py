@@ -145,12 +145,17 @@ def read_rounds(run_dir: RunDir) -> list[Record]:
     """Return the records of all rounds. Raises CheckpointError, which names the file, the line and the key."""
     rounds = run_dir.rounds()
     for number, record in enumerate(rounds, start=1):
-        kinds: list[type[_Row]] = [_Round]
-        kinds += [_WithTrained] if record.get("trained") else []
-        kinds += [_WithRate] if "lr" in record else []
-        for kind in kinds:
-            _require(kind, record, f"{run_dir.rounds_file}, line {number}")
+        check_round(record, f"{run_dir.rounds_file}, line {number}")
     return rounds
+
+
+def check_round(record: Record, where: str) -> None:
+    """Raise CheckpointError, which names the key, unless a round's record is as a report needs it. `where` is its place."""
+    kinds: list[type[_Row]] = [_Round]
+    kinds += [_WithTrained] if record.get("trained") else []
+    kinds += [_WithRate] if "lr" in record else []
+    for kind in kinds:
+        _require(kind, record, where)
 
 
 def read_summary(run_dir: RunDir) -> Record | None:

@@ -38,11 +38,16 @@ from piecework.strategies.panels import panels_of
 
 def write_report(run_dir: RunDir) -> Path:
     """Write `<run>/report.html`. Raises CheckpointError if there is no run, ReportError without plotly."""
+    path = run_dir.path / "report.html"
+    write_atomically(path, report_html(run_dir).encode())
+    return path
+
+
+def report_html(run_dir: RunDir, above: str = "") -> str:
+    """Return the page about a run, with the HTML `above` before its heading. Raises CheckpointError, ReportError."""
     with with_details(run_dir):
         content = _content(run_dir)
-    path = run_dir.path / "report.html"
-    write_atomically(path, page(f"{run_dir.path.name}: Piecework", content).encode())
-    return path
+    return page(f"{run_dir.path.name}: Piecework", f"{above}{content}")
 
 
 def _content(run_dir: RunDir) -> str:
