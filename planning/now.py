@@ -12,6 +12,6 @@ def tracing(model: str) -> None:
     NOW.info("tracing the parts of %s", model)
 
 
-def doing(text: str, *values: object) -> None:
-    """Say what a run is doing. Unlike tracing, this changes with every round."""
-    NOW.debug(text, *values)
+def doing(text: str, *values: object, details: str = "") -> None:
+    """Say what a run is doing, with details for a display that has room. Unlike tracing, this changes within a round."""
+    NOW.debug(text, *values, extra={"details": details})

@@ -9,7 +9,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds. Flower calls this function; all engines use the same loop behind it."""
-    from piecework.server_app.rounds import run_experiment
+    from piecework.server_app.experiment import run_experiment
     from piecework.server_app.run_folder import resolve_run_dir
     from piecework.server_app.signals import end_on_hangup
     from piecework.server_app.told import tell_end, tell_round, tell_start, through_flower

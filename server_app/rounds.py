@@ -4,7 +4,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from piecework.client_app.disk import StorageError
 from piecework.federation.errors import RunAbortedError
 from piecework.federation.evaluation import Evaluator, final_evaluation
 from piecework.federation.registry import ClientRegistry
@@ -20,24 +19,22 @@ from piecework.federation.reply_guard import ReplyGuard, reply_limit
 from piecework.federation.transport import Transport, Watch, default_in_flight
 from piecework.models.init_weights import account, read_pretrained
 from piecework.models.partition import Piece
-from piecework.planning.now import doing
 from piecework.server_app.assembly import Assembly
-from piecework.server_app.callbacks import Callbacks
 from piecework.server_app.deadlines import Deadlines
 from piecework.server_app.device_models import evaluate_device_models
 from piecework.server_app.model_description import describe_model
+from piecework.server_app.moment import Moments
 from piecework.server_app.packages import packages_of_clients
 from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates
 from piecework.server_app.records import RunDir
 from piecework.server_app.recovery import Recovery, find_recovery, quarantine
 from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, TrainingPhase, record_of
-from piecework.server_app.run_folder import COMPLETED, nothing_left, require_new
-from piecework.server_app.run_lock import run_lock
+from piecework.server_app.run_folder import COMPLETED
 from piecework.server_app.run_values import ends_early, first_values, note_round, resume_values
 from piecework.server_app.served_model import ServedModel
 from piecework.server_app.start import check_coverage
-from piecework.server_app.summary import empty_round_message, how_stopped, stage_warnings, summarise
+from piecework.server_app.summary import empty_round_message, stage_warnings
 from piecework.strategies import find_method
 from piecework.strategies.method import StagedMethod
 from piecework.strategies.query import aggregate_query, configure_query
@@ -78,6 +75,7 @@ class Run:
         experiment = Experiment(planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir)
         self.server: MethodServer = MethodServer(experiment, find_method(settings.strategy))
         self.method = self.server.method
+        self.moments = Moments(run_dir.path, settings.num_rounds, self.server, parallel=settings.engine == "deployment")
         if checkpoint is not None:
             self.method.state = type(self.method.state).from_values(self.values["strategy-state"])
         self.deadlines = Deadlines(self.server, self.values["pace"])
@@ -117,7 +115,7 @@ class Run:
     def run(self, on_round: OnRound) -> str:
         """Run all remaining rounds and write the model. Returns "completed". Raises RunAbortedError or TooFewNodesError."""
         settings, server = self.settings, self.server
-        doing("waiting for the clients")
+        self.moments.begin("waiting for the clients")
         self.wait_for_clients()
         self.run_dir.write_coverage(check_coverage(server))
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
@@ -169,7 +167,7 @@ class Run:
     def finalize(self) -> None:
         """Write the trained model, evaluate it if it is to be attacked, and delete the cached features of emulated clients."""
         settings, server = self.settings, self.server
-        doing("writing the trained model")
+        self.moments.begin("writing the trained model")
         arrays, (atoms, head) = self.arrays, self.method.trained_model()
         if isinstance(self.method, StagedMethod):
             arrays, (atoms, head) = self.method.final(arrays), self.method.final_model()
@@ -183,7 +181,7 @@ class Run:
                 f"{settings.norms}): {server.dispatcher.why_unanswered()}"
             )
         if not self.method.personal:
-            doing("evaluating the models that devices deploy")
+            self.moments.begin("evaluating the models that devices deploy")
             measure = partial(self._measure, server_round=last, arrays=arrays, model=(atoms, head), last=False)
             if found := evaluate_device_models(self.served, last, arrays, (atoms, head), self.evaluate, measure):
                 self.run_dir.write_models(found)
@@ -211,12 +209,12 @@ class Run:
     def one_round(self, server_round: int) -> RoundRecord:
         """Survey the clients, train, evaluate and record; then let the method conclude the round, e.g. end a stage."""
         started = time.perf_counter()
-        doing("round %s: training", server_round)
+        self.moments.begin("choosing clients", server_round)
         model_bytes = sum(len(array.data) for array in self.arrays.values())
         self.grid.limit = reply_limit(self.settings.messages.max_bytes, model_bytes)
         opening = self._survey(server_round)
         training = self._train(server_round, started)
-        doing("round %s: evaluating", server_round)
+        self.moments.begin("evaluating", server_round)
         evaluation = self._evaluate(server_round)
         taken = self.values.get("init-weights", "") if server_round == 1 else ""
         seconds = time.perf_counter() - started
@@ -235,7 +233,7 @@ class Run:
             dispatcher.note_delivered(self.transport.exchange(server_round, batch, watch))
         # A round may end before all have answered.
         with closing(self.transport.exchange(server_round, messages, watch)) as replies:
-            return aggregate(replies)
+            return aggregate(self.moments.follow(replies))
 
     def _survey(self, server_round: int) -> Opening:
         """Wait for clients and send the pre-round query. Raises RunAbortedError if the answers do not suffice."""
@@ -244,6 +242,7 @@ class Run:
         questions = configure_query(server, server_round, self.arrays, self.grid)
         if questions is None:
             return Opening(late, busy, None, 0, waited)
+        self.moments.begin("asking clients", server_round)
         if not self._exchange(server_round, questions, partial(aggregate_query, server)):
             raise RunAbortedError(
                 f"no client could measure the features that {self.method.progress.stage} starts from: "
@@ -256,6 +255,7 @@ class Run:
         server, sent = self.server, self.arrays
         messages = server.configure_train(server_round, sent, ConfigRecord(), self.grid)
         self.deadlines.begin()
+        self.moments.begin("training", server_round)
         watch = self.deadlines if not self.settings.simulated else None
         arrays, metrics = self._exchange(server_round, messages, partial(server.aggregate_train, server_round), watch)
         self.deadlines.finish()
@@ -288,6 +288,7 @@ class Run:
         Returns which clients measured, and message bytes.
         """
         dispatcher = self.server.dispatcher
+        self.moments.begin("measuring batch norms", server_round)
         questions = served.configure(server_round, arrays, model, self.grid, last=last)
         if not self._exchange(server_round, questions, served.aggregate):
             reason = "round %s: no client measured the batch norms of the model, which is not evaluated: %s"
@@ -307,42 +308,3 @@ class Run:
         }
         kept = ArrayRecord({**self.method.kept, **self.server.late.to_arrays(), **self.served.to_arrays(self.arrays)})
         self.run_dir.save_checkpoint(self.arrays, self.values, kept)
-
-
-def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: OnRound = lambda _: None) -> None:
-    """Run all rounds, and write `summary.json` however the run ends.
-
-    A resumed run of which nothing is left stays as it is. Raises the error that ended the run, or RunLockedError if another
-    process is writing this run, and ValueError if a new run's name is taken.
-    """
-    with ExitStack() as held:
-        if settings.resume_from:
-            held.enter_context(run_lock(run_dir.path))  # no other process may change the files that are read now
-        run = Run(grid, settings, run_dir)  # rejects settings before any file is written
-        if not settings.resume_from:
-            held.enter_context(run_lock(run_dir.path))
-            require_new(run_dir)  # only now: a run of this name may have completed since the first look
-        if settings.resume_from and nothing_left(run_dir, settings, run.recovery):
-            return
-        callbacks = Callbacks(settings)
-        run.prepare_run_dir()
-        callbacks.start(run_dir.path)
-        status, reason = "failed", ""
-        try:
-            status = run.run(callbacks.before(on_round))
-        except (KeyboardInterrupt, SystemExit):
-            status, reason = how_stopped(run_dir)
-            raise
-        except BaseException as error:
-            reason = str(error) or type(error).__name__
-            raise
-        finally:
-            summary = summarise(run_dir, status, reason, run.seconds())
-            try:
-                run_dir.write_summary(summary)
-            except StorageError as unwritten:
-                if status == COMPLETED:
-                    raise
-                LOG.warning("%s", unwritten)  # what ended the run is told instead
-            finally:
-                callbacks.end(summary)

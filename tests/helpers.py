@@ -17,9 +17,9 @@ from piecework.device_profiles.fleet import Fleet, device_of
 from piecework.federated_data.datasets import default_cache, prepare
 from piecework.models.cascade import Blueprint, Cascade, initial_state, isolate_rng
 from piecework.models.zoo import build_blueprint
+from piecework.server_app.experiment import run_experiment
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import run_experiment
 from piecework.training.examples import Examples, feature_examples, training_examples
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.parcels import pack, unpack

@@ -34,11 +34,12 @@ from piecework.engines.processes import (
 from piecework.engines.ray_cluster import OWN_RAY, ray_address, require_cluster
 from piecework.federated_data.labels import label_remarks
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
+from piecework.server_app.experiment import run_experiment
 from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.moment import read_moment, tell
 from piecework.server_app.preflight import preflight
 from piecework.server_app.records import RunDir
 from piecework.server_app.recovery import find_recovery
-from piecework.server_app.rounds import run_experiment
 from piecework.server_app.run_folder import nothing_left
 from piecework.server_app.run_lock import RunLockedError, killed_writer, require_free, run_lock
 from piecework.server_app.start import say
@@ -253,7 +254,7 @@ def watch(
     unless it is `known`. A SuperLink may be away for PATIENCE_SECONDS: its ServerApp continues when it is back. Raises
     SuperLinkLostError.
     """
-    status, now = "", time.monotonic()
+    status, now, moment = "", time.monotonic(), None
     heard, next_check = now, now + STATUS_SECONDS
     while not status.startswith("finished") and run_dir.summary_version() in (None, before):
         if (gone := killed_writer(run_dir.path)) not in (None, killed):
@@ -276,6 +277,9 @@ def watch(
             known = found
             say(found)
         seen = report_from(run_dir, seen, on_round)
+        if (found_now := read_moment(run_dir.path)) not in (None, moment):
+            moment = found_now
+            tell(found_now)
         time.sleep(0.2)
     report_from(run_dir, seen, on_round)
     return status

@@ -27,7 +27,7 @@ class NotebookProgress:
         self.total_rounds = total_rounds
         self.lines: list[str] = []
         self.recent: list[float] = []
-        self.text, self.left, self.done = "starting: clients connect, parts are traced", "", 0
+        self.text, self.details, self.left, self.done = "starting: clients connect, parts are traced", "", "", 0
         self.shown: Any = None
         self.now = Now(PlainConsole(), self.tell, live=True)
 
@@ -41,14 +41,14 @@ class NotebookProgress:
     def page(self) -> str:
         """Return the HTML of the output."""
         bar = f'<progress max="{self.total_rounds}" value="{self.done}"></progress>'
-        status = "  ".join(filter(None, [self.text, self.left]))
+        status = "  ".join(filter(None, [self.text, self.left, self.details]))
         return f"{bar} {escape(status)}<pre>{escape(chr(10).join(self.lines))}</pre>"
 
-    def tell(self, text: str) -> None:
-        """Show what the run is doing."""
+    def tell(self, text: str, details: str = "") -> None:
+        """Show what the run is doing, and its details."""
         from IPython.display import HTML
 
-        self.text = text
+        self.text, self.details = text, details
         self.shown.update(HTML(self.page()))  # type: ignore[no-untyped-call]
 
     def update(self, record: Record) -> None:

@@ -80,10 +80,10 @@ class RoundProgress:
         NOW.addHandler(self.now)
         return self
 
-    def show(self, text: str) -> None:
-        """Show on the bar's line what the run is doing."""
+    def show(self, text: str, details: str = "") -> None:
+        """Show on the bar's line what the run is doing, and its details where there is room."""
         if self.progress is not None:
-            line, room = "  ".join(filter(None, [text, self.left])), self.console.width - BEFORE_TEXT
+            line, room = "  ".join(filter(None, [text, self.left, details])), self.console.width - BEFORE_TEXT
             # rich would take the bar's place for a longer text
             self.progress.update(self.task, description=line if len(line) <= room else f"{line[: room - 1]}…")
 
@@ -111,11 +111,11 @@ class RoundProgress:
 class Now(logging.Handler):
     """Hears what the process is doing (planning/now.py), and shows it.
 
-    Where it is `live`, as a terminal is, `show` gets each text, with a count if it is repeated. Elsewhere only tracing is said,
-    once.
+    Where it is `live`, as a terminal is, `show` gets each text, with a count if it is repeated, and its details. Elsewhere only
+    tracing is said, once.
     """
 
-    def __init__(self, console: PlainConsole, show: Callable[[str], None], *, live: bool = False) -> None:
+    def __init__(self, console: PlainConsole, show: Callable[[str, str], None], *, live: bool = False) -> None:
         self.live = live or (console.is_terminal and not console.is_dumb_terminal)
         super().__init__(logging.DEBUG if self.live else logging.INFO)
         self.console, self.show_text = console, show
@@ -131,7 +131,7 @@ class Now(logging.Handler):
             return
         self.times = self.times + 1 if text == self.last else 1
         self.last = text
-        self.show_text(f"{text} ({self.times})" if self.times > 1 else text)
+        self.show_text(f"{text} ({self.times})" if self.times > 1 else text, getattr(record, "details", ""))
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def show_waiting(console: PlainConsole, text: str) -> Iterator[None]:
         yield
         return
     with console.status(text) as status:
-        now = Now(console, lambda text: status.update(Text(text)))
+        now = Now(console, lambda text, _: status.update(Text(text)))
         NOW.addHandler(now)
         try:
             yield

@@ -17,10 +17,10 @@ from piecework.federated_data.datasets import ArrayDataset, DatasetError, defaul
 from piecework.federated_data.personal import client_test_rows
 from piecework.federation.errors import TooFewNodesError
 from piecework.plans.question import data_shape
+from piecework.server_app.experiment import run_experiment
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.preflight import preflight
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import run_experiment
 from piecework.training.settings import Settings
 from piecework.training.setup import client_rows
 

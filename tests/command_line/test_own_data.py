@@ -16,9 +16,9 @@ from piecework.cli import app
 from piecework.federated_data.datasets import ArrayDataset, DatasetError, load, prepare
 from piecework.federated_data.own_data import Expected, adopt
 from piecework.federation.errors import TooFewNodesError
+from piecework.server_app.experiment import run_experiment
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import run_experiment
 from piecework.training.setup import open_own
 
 KINDS = ("ant", "bee", "cow")

@@ -68,6 +68,18 @@ def test_a_round_is_a_line_and_the_bar_is_the_last() -> None:
     assert screen(console)[-1].endswith("2 of 3 rounds")
 
 
+def test_a_wide_terminal_shows_the_details_of_a_round() -> None:
+    console = terminal(120)
+    with RoundProgress(3, console) as progress:
+        doing("round 1: training 2/10", details="training ends in 4 s  slowest: slow (client 1)")
+        bar = screen(console, progress)[-1]
+        assert bar.endswith(" round 1: training 2/10  training ends in 4 s  slowest: slow (client 1)")
+        progress.update(round_record(1, 0.25, [client(0)]))
+        doing("round 2: training 3/10", details="slowest: slow (client 1)")
+        bar = screen(console, progress)[-1]
+    assert bar.endswith(" round 2: training 3/10  2.0 s/round  4.0 s left  slowest: slow (client 1)")
+
+
 @pytest.mark.parametrize("width", [80, 50, 40])
 def test_no_text_takes_the_place_of_bar_and_time(width: int) -> None:
     console = terminal(width)

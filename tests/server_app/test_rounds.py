@@ -30,9 +30,9 @@ from helpers import (
 from piecework.client_app import prepare
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.transport import Transport
+from piecework.server_app.experiment import run_experiment
 from piecework.server_app.local_grid import FIRST_NODE, LocalGrid, identify
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import run_experiment
 from piecework.training.messages import content_bytes
 
 # ---- the model

@@ -17,9 +17,9 @@ from helpers import TRIO, run_local, tiny_settings
 from piecework.client_app import file_lock
 from piecework.engines.launch import launch, run_attempts, watch
 from piecework.engines.processes import EngineError, FlowerHome
+from piecework.server_app.experiment import run_experiment
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import run_experiment
 from piecework.server_app.run_lock import RunLockedError, killed_writer, require_free, run_lock, writer
 from piecework.training.settings import Settings
 
