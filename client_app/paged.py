@@ -49,8 +49,8 @@ def train_paged(task: Task, client: Client, item: WorkItem) -> Update:
     if not trainer.batches:
         raise ValueError("no batch of two examples or more to train on")
     cascade.streamed.release()
-    moved = {"disk-read": pages.bytes_read, "disk-written": pages.bytes_written}
     units = _save(client, cascade, item)
+    moved = {"disk-read": pages.bytes_read, "disk-written": pages.bytes_written}
     shutil.rmtree(folder)
     metrics = client.evaluate(cascade.streamed.logits, client.validation, item.micro_batch)
     metrics |= {"train-loss": trainer.total_loss / trainer.seen, "predicted-peak": task.costs.get(item, 0)}

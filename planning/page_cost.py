@@ -15,9 +15,33 @@ from piecework.planning.now import tracing
 from piecework.planning.step_cost import fake_batch, fake_load
 from piecework.training.attacks import Gradient, micro_batches
 from piecework.training.loop import PieceModel
-from piecework.training.paged import PagedCascade
+from piecework.training.paged import STATE, PagedCascade
 from piecework.training.pages import Pages
 from piecework.training.sgd import TrainingConfig
+
+
+class TracedPages(Pages):
+    """Pages that also count the bytes of the optimiser's state that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_read = 0
+
+    def read(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Give tensors of the same shapes and formats the values that were written under a name."""
+        before = self.bytes_read
+        super().read(name, tensors)
+        self.state_read += self.bytes_read - before if name.endswith(STATE) else 0
+
+
+def moved_by_task(cost: StepCost, steps: int, weights: int) -> tuple[int, int, int]:
+    """Return the bytes that a task of so many paged steps on whole batches reads and writes, and its accesses.
+
+    The first step finds no state of the optimiser. After the last one, the `weights` bytes of the pages of all units are read
+    once more, for the answer.
+    """
+    read = steps * cost.bytes_read - (cost.state_read if steps else 0) + weights
+    return read, steps * cost.bytes_written, steps * cost.accesses
 
 
 def paged_cost(
@@ -29,7 +53,7 @@ def paged_cost(
 ) -> StepCost:
     """Return the cost of a step whose config has `pages`."""
     tracing(blueprint.name)
-    attack, pages, attack_flops, traced = training_config.attack, Pages(), FlopCount(), [0]
+    attack, pages, attack_flops, traced = training_config.attack, TracedPages(), FlopCount(), [0]
     moved_by_attack = (0, 0, 0)
 
     def first_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -62,7 +86,7 @@ def paged_cost(
         once = moved_by_attack[0] - weights, moved_by_attack[1], moved_by_attack[2] - len(first)
         more = _further_moved(training_config, attack.steps, traced[0], *once)
         moved = moved[0] + more[0], moved[1] + more[1], moved[2] + more[2]
-    return StepCost(cost.peak_bytes, flops, *moved)
+    return StepCost(cost.peak_bytes, flops, *moved, pages.state_read)
 
 
 def _further_moved(

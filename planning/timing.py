@@ -7,6 +7,7 @@ from piecework.device_profiles.clock import simulated_seconds, task_seconds
 from piecework.device_profiles.profile import DeviceState
 from piecework.planning.costs import CostModel
 from piecework.planning.cut import Cut
+from piecework.planning.page_cost import moved_by_task
 from piecework.planning.part import Part
 from piecework.training.settings import Settings
 
@@ -46,21 +47,30 @@ def work_seconds(
 ) -> float:
     """Return the simulated seconds of a device that trains parts one after another, each on that many examples (`seen`).
 
-    `message_bytes` are those received and sent. Each part is read from disk once, its inputs with every batch, and what paged
-    steps move. With a cut that swaps, there is one part, which may be larger than the device's memory, unless `memory.fit` fits
-    its step.
+    `message_bytes` are those received and sent. Each part is read from disk once, or moved by paged steps, and its inputs are
+    read with every batch. With a cut that swaps, there is one part, which may be larger than the device's memory, unless
+    `memory.fit` fits its step.
     """
     if cut.swaps and not any(part.step for part in parts):
         (part,), (n,) = parts, seen
         return swapped_seconds(cut.settings, cost_model, part, n, state, message_bytes)
-    read = [p.copies * p.state_bytes + stored_bytes(cut.settings, p) * n for p, n in zip(parts, seen, strict=True)]
     batches = [batches_of(cut.settings, n) for n in seen]
-    paged = [(cost_model.trace(p), n) for p, n in zip(parts, batches, strict=True) if p.pages]
-    moved = sum(read) + sum(n * cost.bytes_read for cost, n in paged)
-    written = sum(n * cost.bytes_written for cost, n in paged)
-    accesses = sum(batches) + sum(n * cost.accesses for cost, n in paged)
+    read, written, accesses = sum(stored_bytes(cut.settings, p) * n for p, n in zip(parts, seen, strict=True)), 0, sum(batches)
+    for part, n in zip(parts, batches, strict=True):
+        moved = moved_by_part(cost_model, part, n)
+        read, written, accesses = read + moved[0], written + moved[1], accesses + moved[2]
     flops = work_flops(cost_model, parts, seen, executed)
-    return simulated_seconds(state, flops, *message_bytes, moved, accesses, written)
+    return simulated_seconds(state, flops, *message_bytes, read, accesses, written)
+
+
+def moved_by_part(cost_model: CostModel, part: Part, batches: int) -> tuple[int, int, int]:
+    """Return the bytes that training a part for so many batches reads and writes, and its accesses, beside inputs.
+
+    All of this is what paged steps move, or a part that is read once.
+    """
+    if part.pages:
+        return moved_by_task(cost_model.trace(part), batches, part.state_bytes)
+    return part.copies * part.state_bytes, 0, 0
 
 
 def stored_bytes(settings: Settings, part: Part) -> int:

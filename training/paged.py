@@ -33,6 +33,8 @@ from piecework.training.pages import Pages
 from piecework.training.sgd import TrainingConfig, stored_tensor
 from piecework.training.streamed import InMemory, InPages, StreamedCascade
 
+STATE = ".state"  # follows a parameter's name in that of the page with the optimiser's state of it
+
 
 def segments_of(atoms: Sequence[int], training_config: TrainingConfig) -> list[Piece]:
     """Return the atoms of each segment of a paged step. Raises ValueError if they are not all atoms in order."""
@@ -186,7 +188,7 @@ class PagedCascade:
         kind = self.piece_class.optimiser or OPTIMISERS[self.training_config.optimiser]
         optimiser = kind([parameter], self.training_config, [] if decayed else [parameter])
         state = [stored_tensor(held) for kept in optimiser.state().values() for held in kept]
-        page = f"{name}.state"
+        page = f"{name}{STATE}"
         if state and self.pages.holds(page):
             self.pages.read(page, state)
         optimiser.step()
