@@ -55,7 +55,11 @@ def work_seconds(
         (part,), (n,) = parts, seen
         return swapped_seconds(cut.settings, cost_model, part, n, state, message_bytes)
     batches = [batches_of(cut.settings, n) for n in seen]
-    read, written, accesses = sum(stored_bytes(cut.settings, p) * n for p, n in zip(parts, seen, strict=True)), 0, sum(batches)
+    read, written, accesses = (
+        sum(stored_bytes(cut.settings, p) * n for p, n in zip(parts, seen, strict=True)),
+        0,
+        sum(batches),
+    )
     for part, n in zip(parts, batches, strict=True):
         moved = moved_by_part(cost_model, part, n)
         read, written, accesses = read + moved[0], written + moved[1], accesses + moved[2]

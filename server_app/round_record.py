@@ -14,7 +14,7 @@ from piecework.federation.evaluation import Evaluation
 from piecework.federation.reports import ClientReport
 from piecework.planning.coverage import Row, part_names, trained_rows
 from piecework.server_app.rates import describe
-from piecework.server_app.summary import accuracy_by_device
+from piecework.server_app.summary import accuracy_by_device, disk_use
 from piecework.strategies.server import MethodServer
 from piecework.training.settings import too_many_asked
 
@@ -63,6 +63,9 @@ class RoundRecord:
     bytes_up: int  # of their replies, and of new nodes' answers to the query of their device
     bytes_evaluation: int  # of evaluation messages and of measuring batch norms, both ways
     bytes_query: int  # of pre-round queries, both ways
+    disk: (
+        dict[str, int] | None
+    )  # bytes that paged steps read and wrote, of all clients and the most by one; None if none paged
     batch_norm: str  # the statistics with which the model was evaluated
     statistics: dict[str, Any] | None  # which clients measured the batch norms; None if no client was asked
     evaluation: dict[str, Any] | None  # which clients evaluated; None if no client was asked
@@ -161,6 +164,7 @@ def record_of(
         bytes_up=sum(report.bytes_up for report in reports) + registry.take_query_bytes(),
         bytes_evaluation=evaluation.message_bytes,
         bytes_query=opening.query_bytes,
+        disk=disk_use([vars(report) for report in reports]),
         batch_norm=evaluation.batch_norm,
         statistics=evaluation.statistics,
         evaluation=evaluation.answers,

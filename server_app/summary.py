@@ -145,6 +145,28 @@ def late_answers(rounds: Iterable[dict[str, Any]]) -> dict[str, int]:
     return {name: sum(len(record.get(key, [])) for record in records) for name, key in keys.items()}
 
 
+def disk_use(clients: Iterable[Mapping[str, Any]]) -> dict[str, int] | None:
+    """Return the bytes that paged steps of a round's clients read and wrote, and the most by one; None if none paged.
+
+    What is written wears flash. Clients are as the records have them; those of older versions page nothing.
+    """
+    moved = [(client.get("disk_read", 0), client.get("disk_written", 0)) for client in clients]
+    if not any(map(any, moved)):
+        return None
+    read, written = zip(*moved, strict=True)
+    return {"read": sum(read), "written": sum(written), "most_read": max(read), "most_written": max(written)}
+
+
+def disk_use_of_rounds(rounds: Iterable[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Return the mean bytes that paged steps read and wrote a round, and the most by one client; None if none paged."""
+    records = list(rounds)
+    found = [use for record in records if (use := disk_use(record["clients"])) is not None]
+    if not found:
+        return None
+    means = {key: sum(use[key] for use in found) / len(records) for key in ("read", "written")}
+    return means | {key: max(use[key] for use in found) for key in ("most_read", "most_written")}
+
+
 def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict[str, Any]:
     """Return the content of `summary.json` from the round records; `seconds` is the duration of all processes of the run."""
     rounds = run_dir.rounds()
@@ -178,6 +200,7 @@ def summarise(run_dir: RunDir, status: str, reason: str, seconds: float) -> dict
         "excluded_classes": excluded_classes(rounds),
         "bytes_down": sum(record["bytes_down"] for record in rounds),
         "bytes_up": sum(record["bytes_up"] for record in rounds),
+        "disk_a_round": disk_use_of_rounds(rounds),
         "trained": trained_parts(rounds),
         "max_peak_over_budget": peak_over_budget(rounds),
         "seconds": seconds,

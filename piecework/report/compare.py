@@ -19,7 +19,7 @@ from piecework.report.display import UnderAttack
 from piecework.report.read_records import read_final, read_rounds, with_details
 from piecework.server_app.packages import missing_package
 from piecework.server_app.records import CheckpointError, RunDir
-from piecework.server_app.summary import best_round, peak_over_budget
+from piecework.server_app.summary import best_round, disk_use_of_rounds, peak_over_budget
 from piecework.training.settings import CHANGEABLE, Scalar, Settings, SettingsError
 
 IGNORED = CHANGEABLE - {"num-rounds"} | {"seed"}
@@ -32,8 +32,9 @@ ACCURACIES = {"accuracy": "Accuracy", "adversarial_accuracy": "Accuracy under at
 class RunResult:
     """The figures of one run.
 
-    Bytes are those of training messages. `curves` have (round, bytes so far, accuracy) of the evaluated rounds by record key.
-    `under_attack` has the trained model's results by `UNDER_ATTACK`, and `best` those of `best_round`.
+    Bytes are those of training messages; `disk_a_round` has those of paged steps, if there are any. `curves` have (round, bytes
+    so far, accuracy) of the evaluated rounds by record key. `under_attack` has the trained model's results by `UNDER_ATTACK`,
+    and `best` those of `best_round`.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class RunResult:
     largest_evaluation_peak: int
     seconds: float
     simulated_seconds: float | None
+    disk_a_round: dict[str, float] | None
     curves: dict[str, list[tuple[int, int, float]]]
 
 
@@ -121,6 +123,7 @@ def _figures(run_dir: RunDir, settings: dict[str, Scalar]) -> RunResult:
         largest_evaluation_peak=max((c.get("evaluation_peak", 0) for c in clients), default=0),
         seconds=seconds,
         simulated_seconds=display.simulated_seconds(rounds),
+        disk_a_round=disk_use_of_rounds(rounds),
         curves={
             key: [(r["round"], n, r[key]) for r, n in zip(rounds, sent, strict=True) if r.get(key) is not None]
             for key in ACCURACIES
@@ -198,6 +201,7 @@ def figures(group: Group) -> dict[str, Any]:
             f"{key}_mean": mean(r.totals[key] for r in started)
             for key in ("bytes_down", "bytes_up", "bytes_evaluation")
         },
+        **disk_figures([run.disk_a_round for run in runs if run.disk_a_round is not None]),
         "seconds_mean": mean(run.seconds for run in started),
         "simulated_seconds_mean": mean(r.simulated_seconds for r in started if r.simulated_seconds is not None),
         "enforced": enforced,
@@ -207,6 +211,13 @@ def figures(group: Group) -> dict[str, Any]:
         "clients_asked": sum(run.totals["asked"] for run in runs),
         "clients_failed": sum(run.totals["failed"] for run in runs),
     }
+
+
+def disk_figures(found: Sequence[dict[str, float]]) -> dict[str, float | None]:
+    """Return mean bytes that paged steps of the runs that have any read and wrote a round, and the most by one client."""
+    means = {f"disk_{key}_mean": mean(each[key] for each in found) for key in ("read", "written")}
+    most = {f"disk_{key}": max((each[key] for each in found), default=None) for key in ("most_read", "most_written")}
+    return means | most
 
 
 def mean(values: Iterable[float]) -> float | None:

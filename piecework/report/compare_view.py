@@ -20,6 +20,7 @@ TABLES = {
     "accuracy": ("seed", "rounds", "at the end", "best (round)"),
     "under attack": (),  # whatever attacks there are
     "memory and clients": ("peak / budget", "largest peak", "in evaluation", "clients failed"),
+    "disks, a round, and the most read / written by one client": ("disk read", "disk written", "disk, by one client"),
     "messages and time": ("bytes down", "bytes up", "time", "simulated time"),
 }
 NAME = 24  # columns of a terminal that a run's name has at least
@@ -67,13 +68,13 @@ def compare_rows(groups: Sequence[Group]) -> list[dict[str, str]]:
     """Return the runs with their figures as text, by column, and below the runs of a group their mean."""
     attacks = attack_names(groups)
     runs = [figures(alone) for group in groups for alone in group.alone]
-    evaluated = any(found["largest_evaluation_peak"] for found in runs)
+    evaluated, paged = (any(found[key] for found in runs) for key in ("largest_evaluation_peak", "disk_read_mean"))
     rows = []
     for mark, group in zip(marks(groups), groups, strict=True):
         several = [(f"{MEAN} of {len(group.runs)} runs", group)] if len(group.runs) > 1 else []
         own = [(run.path.name, alone) for run, alone in zip(group.runs, group.alone, strict=True)]
         for name, of in (*own, *several):
-            row = {"": mark, "run": name} | lines(figures(of), attacks, evaluated)
+            row = {"": mark, "run": name} | lines(figures(of), attacks, evaluated=evaluated, paged=paged)
             rows.append(row)
     return rows
 
@@ -89,8 +90,8 @@ def attack_names(groups: Sequence[Group]) -> dict[str, str]:
     return names
 
 
-def lines(found: dict[str, Any], attacks: dict[str, str], evaluated: bool) -> dict[str, str]:
-    """Return the figures of a group as text, by column; of memory in evaluation only if any group has them."""
+def lines(found: dict[str, Any], attacks: dict[str, str], *, evaluated: bool, paged: bool) -> dict[str, str]:
+    """Return the figures of a group as text, by column; of memory in evaluation and of disks only if any group has them."""
     alone, rounds = len(found["seeds"]) == 1, sorted({min(found["rounds"]), max(found["rounds"])})
     best = with_spread(found["best_accuracy_mean"], found["best_accuracy_std"])
     if alone and found["best_rounds"]:
@@ -106,10 +107,21 @@ def lines(found: dict[str, Any], attacks: dict[str, str], evaluated: bool) -> di
         "largest peak": format_size(found["largest_measured_peak"]),
         **({"in evaluation": format_size(found["largest_evaluation_peak"])} if evaluated else {}),
         "clients failed": f"{found['clients_failed']} of {found['clients_asked']}" if rounds[-1] else "-",
+        **(disk_lines(found) if paged else {}),
         "bytes down": format_size(found["bytes_down_mean"]),
         "bytes up": format_size(found["bytes_up_mean"]),
         "time": format_duration(found["seconds_mean"]),
         "simulated time": format_duration(found["simulated_seconds_mean"]),
+    }
+
+
+def disk_lines(found: dict[str, Any]) -> dict[str, str]:
+    """Return what paged steps read and wrote a round as text, by column."""
+    most = found["disk_most_read"], found["disk_most_written"]
+    return {
+        "disk read": format_size(found["disk_read_mean"]),
+        "disk written": format_size(found["disk_written_mean"]),
+        "disk, by one client": "-" if None in most else " / ".join(map(format_size, most)),
     }
 
 

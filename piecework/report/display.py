@@ -19,7 +19,7 @@ from piecework.report.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
 from piecework.server_app.records import RunDir
 from piecework.server_app.round_line import accuracy_name
-from piecework.server_app.summary import best_round, late_answers, worst_and_mean
+from piecework.server_app.summary import best_round, disk_use_of_rounds, late_answers, worst_and_mean
 
 Record = dict[str, Any]
 BATCH_NORMS = {
@@ -49,6 +49,7 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
         *trained_rows(summary.get("trained", [])),
         ("bytes down", format_bytes(summary.get("bytes_down", 0))),
         ("bytes up", format_bytes(summary.get("bytes_up", 0))),
+        *disk_rows(rounds),
         ("time", format_seconds(summary["seconds"]) if "seconds" in summary else "-"),
         ("simulated time", simulated_time(rounds)),
     ]
@@ -79,6 +80,17 @@ def late_rows(rounds: Sequence[Record]) -> list[tuple[str, str]]:
     """Return a row that counts the answers that came after their round; none if there was no such answer."""
     found = late_answers(rounds)
     return [("late answers", ", ".join(f"{name} {n}" for name, n in found.items()))] if any(found.values()) else []
+
+
+def disk_rows(rounds: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return rows with what paged steps read and wrote a round; none if no client paged."""
+    if (found := disk_use_of_rounds(rounds)) is None:
+        return []
+    size = {key: format_bytes(round(value)) for key, value in found.items()}
+    return [
+        (f"disk {done}", f"{size[done]} a round, by one client at most {size[f'most_{done}']}")
+        for done in ("read", "written")
+    ]
 
 
 def trained_rows(parts: Sequence[Record]) -> list[tuple[str, str]]:

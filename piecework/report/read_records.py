@@ -39,6 +39,8 @@ class _Client(_Row):
     pieces: list[list[Number]] = []
     step: str = ""
     step_flops: Annotated[float, Field(ge=0, le=1e15)] = 1.0
+    disk_read: Number = 0
+    disk_written: Number = 0
 
 
 class _Trained(_Row):

@@ -32,7 +32,7 @@ from piecework.report.read_records import read_coverage, read_final, read_models
 from piecework.report.under_attack import final_section, is_adversarial, robust_curves
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir
-from piecework.server_app.summary import peak_over_budget, trained_parts
+from piecework.server_app.summary import disk_use, peak_over_budget, trained_parts
 from piecework.strategies.panels import panels_of
 
 
@@ -98,6 +98,7 @@ def overview(
         ("Bytes down / up", f"{format_bytes(total['bytes_down'])} / {format_bytes(total['bytes_up'])}"),
         ("Bytes for evaluation", format_bytes(total["bytes_evaluation"])),
         *([("Bytes before stages", format_bytes(query))] if (query := query_bytes(rounds)) else []),
+        *((name[0].upper() + name[1:], value) for name, value in display.disk_rows(rounds)),
         ("Largest peak / budget", peak),
         ("Time", display.format_seconds(seconds)),
         ("Simulated time", display.simulated_time(rounds)),
@@ -122,8 +123,8 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
         found.append(device_section(by_device))
     if parts := trained_parts(rounds):
         found.append(trained_section(parts, read_coverage(run_dir)))
-    found += [memory_section(rounds), bytes_section(rounds), failure_section(rounds), time_section(rounds)]
-    return [*found, *rate_section(rounds)]
+    found += [memory_section(rounds), bytes_section(rounds), *disk_section(rounds), failure_section(rounds)]
+    return [*found, time_section(rounds), *rate_section(rounds)]
 
 
 def device_section(by_device: Any) -> Section:
@@ -156,6 +157,21 @@ def bytes_section(rounds: Sequence[Record]) -> Section:
     caption = "Training messages of all clients; evaluation messages apart"
     query = ", and those before a stage, by which all clients measure what it starts from"
     return Section("Bytes per round", caption + (query if query_bytes(rounds) else "") + ".", bytes_figure(rounds))
+
+
+def disk_section(rounds: Sequence[Record]) -> list[Section]:
+    """Return the section of what paged steps read and wrote; none if no client paged."""
+    uses = [disk_use(record["clients"]) or {} for record in rounds]
+    if not any(uses):
+        return []
+    caption = "What the steps of all clients that page read from their disks and wrote to them; writing wears flash."
+    names = {"read": "read", "written": "written", "written by one client": "most_written"}
+    figure = graph_objects().Figure()
+    for i, (name, key) in enumerate(names.items()):
+        points = [(record["round"], use.get(key, 0)) for record, use in zip(rounds, uses, strict=True)]
+        figure.add_trace(line(points, name, i))
+    figure.update_yaxes(title="bytes", tickformat="~s", ticksuffix="B", rangemode="tozero")
+    return [Section("Bytes on disks per round", caption, over_rounds(figure, rounds))]
 
 
 def query_bytes(rounds: Sequence[Record]) -> int:

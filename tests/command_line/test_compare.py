@@ -3,15 +3,18 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from report_helpers import make_run, refused, round_record, text_of, two_rounds
+from report_helpers import client, make_run, refused, round_record, text_of, two_rounds
 
 from piecework.device_profiles.fleet import load_fleet
 from piecework.report.compare import compare_json, fleet_names, group_runs
 from piecework.report.compare_view import compare_tables, marks, write_curves
+from piecework.report.display import disk_rows
 from piecework.report.page import LAYOUT, Section, escape_label, height, line, sections_html, subplots, table
 from piecework.report.run_page import write_report
+from piecework.server_app.summary import disk_use_of_rounds
 
 DEMO, BOARDS = (load_fleet(name).to_json() for name in ("demo", "boards"))
 LONG = "fedepth-fashion-mnist-seed1-20261124-210828-ab12"
@@ -127,3 +130,40 @@ def test_a_table_scrolls_by_itself() -> None:
     assert table([("a", "b")]) == (
         '<div class="scroll"><table><tbody><tr><th>a</th><td>b</td></tr></tbody></table></div>'
     )
+
+
+def paging(*moved: tuple[int, int]) -> list[dict[str, Any]]:
+    """Two rounds with a client for each pair of megabytes read and written in the first, and half of these in the second."""
+    return [
+        round_record(
+            n, 0.5, [client(i, disk_read=r * 10**6 // n, disk_written=w * 10**6 // n) for i, (r, w) in enumerate(moved)]
+        )
+        for n in (1, 2)
+    ]
+
+
+def test_what_paged_steps_move_is_told_where_steps_page(tmp_path: Path) -> None:
+    """Sums are means over rounds: of 10 and 5 MB read, 6 and 3 written. One client read 8 at most, and one wrote 4."""
+    plain = make_run(tmp_path / "plain", two_rounds(0.5), seed=1)
+    paged = make_run(tmp_path / "paged", paging((8, 2), (2, 4)), strategy="fedavg", seed=1)
+    assert disk_use_of_rounds(paged.rounds()) == {
+        "read": 7.5e6,
+        "written": 4.5e6,
+        "most_read": 8_000_000,
+        "most_written": 4_000_000,
+    }
+    words = [row.split() for row in shown(plain, paged)]
+    assert ["A", "plain", "-", "-", "-"] in words
+    assert ["B", "paged", "7.5", "MB", "4.5", "MB", "8", "MB", "/", "4", "MB"] in words
+    assert not any("disk" in row for row in shown(plain))
+    found, other = compare_json(group_runs([plain, paged]))["groups"]
+    assert (found["disk_read_mean"], found["disk_most_written"]) == (None, None)
+    assert (other["disk_read_mean"], other["disk_most_written"]) == (7.5e6, 4_000_000)
+    assert disk_rows(paged.rounds()) == [
+        ("disk read", "7.5 MB a round, by one client at most 8 MB"),
+        ("disk written", "4.5 MB a round, by one client at most 4 MB"),
+    ]
+    assert disk_rows(plain.rounds()) == []
+    pages = [write_report(run).read_text("utf-8") for run in (paged, plain)]
+    assert ["Bytes on disks per round" in page for page in pages] == [True, False]
+    assert "<th>Disk written</th><td>4.5 MB a round, by one client at most 4 MB</td>" in pages[0]

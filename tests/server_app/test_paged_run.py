@@ -41,6 +41,10 @@ def test_boards_that_page_come_to_the_model_of_large_ones(tmp_path: Path) -> Non
         assert same(model_of(large), model_of(run))
         for record, other in zip(run.rounds(), large.rounds(), strict=True):
             assert (record["accuracy"], record["loss"]) == (other["accuracy"], other["loss"])
+            moved = [[client[f"disk_{done}"] for client in record["clients"]] for done in ("read", "written")]
+            assert [record["disk"][key] for key in ("read", "written")] == [sum(each) for each in moved]
+            assert [record["disk"][key] for key in ("most_read", "most_written")] == [max(each) for each in moved]
+            assert other["disk"] is None
             for client, plain in zip(record["clients"], other["clients"], strict=True):
                 assert client["status"] == "ok"
                 assert client["step"].startswith("pages through ")
