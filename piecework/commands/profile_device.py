@@ -53,12 +53,13 @@ class Profile:
         return self.sustained_flops < STEADY * self.first_flops
 
     def values(self) -> dict[str, Any]:
-        """Return the device with the keys of a fleet file. The disk has the speed of its slower direction."""
+        """Return the device with the keys of a fleet file."""
         return {
             "name": self.name,
             "memory": self.memory,
             "flops": _round_figure(self.sustained_flops),
-            "disk-bandwidth": _round_figure(min(self.disk.write, self.disk.read)),
+            "disk-bandwidth": _round_figure(self.disk.read),
+            "disk-write-bandwidth": _round_figure(self.disk.write),
             "disk-latency": _round_figure(self.disk.latency),
             "cpus": self.cpus,
         }
@@ -128,7 +129,7 @@ def toml_text(profile: Profile) -> str:
         f"{profile.seconds:g} s;",
         f"  in the first second {profile.first_flops:.3g}, sustained {ratio:.0%} of it.",
         f"disk: {format_bytes(profile.disk_bytes)} written and synced at {format_bytes(round(disk.write))}/s, read at "
-        f"{format_bytes(round(disk.read))}/s ({dropped}); the slower one is used.",
+        f"{format_bytes(round(disk.read))}/s ({dropped}).",
         "bandwidth (bytes/s of the network) is not measured; without it the network takes no simulated time.",
     ]
     comments = "".join(f"# {line}\n" for line in lines)

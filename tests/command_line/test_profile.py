@@ -48,7 +48,8 @@ def test_what_is_written_is_a_device_of_a_fleet_and_a_pool(tmp_path: Path) -> No
         fleet = load_fleet(str(tmp_path / file))
         device = fleet.devices[0]
         assert (device.name, device.memory_bytes, device.flops_per_second) == ("pi", 800_000_000, 4.57e9)
-        assert (device.disk_bandwidth, device.disk_latency, device.cpus) == (2e7, 3.14e-4, 4)
+        assert (device.disk_bandwidth, device.disk_write_bandwidth, device.disk_latency) == (4e7, 2e7, 3.14e-4)
+        assert device.cpus == 4
         assert device.bandwidth is None
         assert load_fleet(fleet.to_json()) == fleet  # as it travels to the nodes
         assert device_state(fleet, 0, 2, 1, 1, 10**9, "pi").budget_bytes == 800_000_000
