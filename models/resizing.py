@@ -28,3 +28,13 @@ def resize_one(batch: Tensor, stored: Sequence[int], size: Sequence[int], places
     channels, height, width = stored
     target = batch[0, :, :, :channels]
     resize_into(target, torch.empty(height, width, channels, dtype=torch.uint8), size, places)
+
+
+def resize_matrix(have: int, want: int) -> Tensor:
+    """Return the matrix [want, have] that resizes a column of pixels as `resize` does.
+
+    Resizing is linear in the pixels, and height and width are resized one after the other. So an image X becomes
+    resize_matrix(h, H) X resize_matrix(w, W)^T, in operators that any runtime has.
+    """
+    columns = resize(torch.eye(have).reshape(1, 1, have, have), (want, have))
+    return columns[0, 0]

@@ -130,3 +130,16 @@ def build_scored(build: Callable[[], nn.Module], seed: int, number: int, by_auth
         if isinstance(layer, Scored):
             layer.begin(int(np.random.SeedSequence([seed, number, place]).generate_state(1)[0]), by_authors)
     return module
+
+
+@torch.no_grad()
+def fix_masks(module: nn.Module) -> None:
+    """Put the weights that evaluation draws in the place of the scores, in layers of torch's own classes."""
+    module.eval()
+    for layer in list(module.modules()):
+        if isinstance(layer, Scored):
+            for name, value in layer.draw().items():
+                layer.get_parameter(name).copy_(value)
+                delattr(layer, f"frozen_{name}")
+            own: type[nn.Module] = nn.Conv2d if isinstance(layer, ScoredConv2d) else nn.Linear
+            layer.__class__ = own  # type: ignore[assignment]

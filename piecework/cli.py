@@ -32,6 +32,7 @@ from piecework.commands.base import (
     with_shorthands,
 )
 from piecework.commands.deploy import commands
+from piecework.commands.export import export  # noqa: F401  (adds the command)
 from piecework.commands.lists import lists
 from piecework.commands.new import new  # noqa: F401  (adds the command)
 from piecework.commands.options import Scalars, connection_to, run_command, seeds_from, settings_from

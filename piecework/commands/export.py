@@ -1,0 +1,41 @@
+"""The command that writes what a run left in the formats of others."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from piecework.commands.base import Json, err, out, user_errors
+from piecework.commands.results import results
+from piecework.exports.formats import FORMATS
+
+HELP = "; ".join(f"{name}: {each.about}" for name, each in FORMATS.items())
+Code = Annotated[
+    str, typer.Option("--model", metavar="FILE.py:FUNCTION", help="the run's own model, whose code may be run again")
+]
+
+
+@results.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="the folder of a run")],
+    format_: Annotated[str, typer.Option("--format", help=HELP)],
+    to: Annotated[Path | None, typer.Option("--out", help="the file or folder to write; default: in the run's")] = None,
+    code: Code = "",
+    as_json: Json = False,
+) -> None:
+    """Write the trained model for the runtimes of devices. It is run on test examples before it is kept."""
+    from piecework.exports.formats import export_run
+    from piecework.models.imported.trust import import_code
+    from piecework.report.progress import show_waiting
+
+    with user_errors(as_json, {}):
+        import_code(run_dir, code)
+        with show_waiting(err, f"exporting to {format_}"):
+            found = export_run(run_dir, format_, to)
+        if as_json:
+            print(json.dumps({"format": format_, "path": str(found.path), **found.record}))
+            return
+        out.print(str(found.path), soft_wrap=True, highlight=False)
+        for line in found.lines:
+            out.print(line, soft_wrap=True, highlight=False)

@@ -1,0 +1,64 @@
+"""The formats in which `piecework export` writes a run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from piecework.device_profiles.names import did_you_mean
+
+
+class ExportError(ValueError):
+    """A run cannot be written in a format, or what was written does not compute what the model computes."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote: a file or folder, `lines` that tell a reader about it, and `record`, the same as JSON values."""
+
+    path: Path
+    lines: tuple[str, ...] = ()
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format: `place` is MODULE:FUNCTION of (run, target) -> Exported, where `run` is the folder of a run.
+
+    `default` is the name of the file or folder that is written into the run's folder if no other is named.
+    """
+
+    place: str
+    default: str
+    about: str
+
+    def writer(self) -> Callable[[Path, Path], Exported]:
+        """Import the function that writes."""
+        module, _, function = self.place.partition(":")
+        found: Callable[[Path, Path], Exported] = getattr(import_module(f"piecework.exports.{module}"), function)
+        return found
+
+
+FORMATS = {
+    "onnx": Format("onnx_model:write_onnx", "model.onnx", "the trained model, for onnxruntime and others"),
+    "torchscript": Format("torchscript_model:write_torchscript", "model.pt", "the trained model, for libtorch"),
+    "executorch": Format(
+        "executorch_model:write_executorch", "model.pte", "the trained model, for ExecuTorch on a board"
+    ),
+}
+
+
+def export_run(run: Path, name: str, target: Path | None = None) -> Exported:
+    """Write a run in a format; `target` is the file or folder to write. Raises ExportError, ModelFileError and ImportError.
+
+    `run` is the folder of a run; a trained model is also written from a copy of its model.safetensors alone.
+    """
+    if name not in FORMATS:
+        raise ExportError(f"unknown format {name!r}; known: {', '.join(FORMATS)}{did_you_mean(name, FORMATS)}")
+    chosen = FORMATS[name]
+    folder = run if run.is_dir() else run.parent
+    to = folder / chosen.default if target is None else target
+    if not to.absolute().parent.is_dir():
+        raise ExportError(f"{to} cannot be written: there is no folder {to.absolute().parent}")
+    return chosen.writer()(run, to)
