@@ -81,21 +81,22 @@ def simulated_seconds(
     disk_bytes: int = 0,
     accesses: int = 0,
     disk_written: int = 0,
+    writes: int = 0,
 ) -> float:
     """Return the seconds of a task whose steps all fit into memory, computed from its totals.
 
     The task receives `bytes_down`, computes `flops` (2 per multiply-accumulate), reads `disk_bytes` from the disk and writes
-    `disk_written` to it in `accesses` accesses, and sends `bytes_up`. The times are added, which is an upper bound, because a
-    small board overlaps little. Raises ValueError for a negative amount.
+    `disk_written` to it in `accesses` accesses, of which `writes` write, and sends `bytes_up`. The times are added, which is an
+    upper bound, because a small board overlaps little. Raises ValueError for a negative amount.
     """
-    if min(flops, bytes_down, bytes_up, disk_bytes, accesses, disk_written) < 0:
+    if min(flops, bytes_down, bytes_up, disk_bytes, accesses, disk_written, writes) < 0:
         raise ValueError(
             f"amounts of work must not be negative: flops {flops}, down {bytes_down}, up {bytes_up}, disk {disk_bytes}, "
-            f"accesses {accesses}, written {disk_written}"
+            f"accesses {accesses}, written {disk_written}, writes {writes}"
         )
     network = (bytes_down + bytes_up) / state.bandwidth  # 0 if infinite: the network is not modelled
-    written = disk_written / state.write_bandwidth
-    return network + flops / state.flops_per_second + _disk_seconds(state, disk_bytes, accesses) + written
+    written = disk_written / state.write_bandwidth + writes * state.write_latency
+    return network + flops / state.flops_per_second + _disk_seconds(state, disk_bytes, accesses - writes) + written
 
 
 def _disk_seconds(state: DeviceState, amount: float, accesses: int) -> float:

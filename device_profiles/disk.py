@@ -1,4 +1,4 @@
-"""Measure a disk: how fast it writes and reads a file, and how long an access takes."""
+"""Measure a disk: how fast it writes and reads a file, and how long a small read and a small synced write take."""
 
 import os
 import statistics
@@ -9,20 +9,22 @@ from io import FileIO
 from pathlib import Path
 
 PROBE_FILE_BYTES, PROBE_BLOCK_BYTES = 8_000_000, 1_000_000
+PAGE_BYTES = 4096
 CACHE_CAN_BE_DROPPED = hasattr(os, "posix_fadvise")
 
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Bytes/s of writing with a final sync and of reading back, and the median seconds of an access."""
+    """Bytes/s of writing with a final sync and of reading back, and the median seconds of a small read and a small write."""
 
     write: float
     read: float
     latency: float
+    write_latency: float
 
 
 def measure_disk(directory: Path, size: int, accesses: int = 0) -> DiskSpeed:
-    """Write and sync a file of `size` bytes (at least a block), read it back, then read it at `accesses` random places.
+    """Write and sync a file of `size` bytes (at least a block), read it back, read and write it at `accesses` random places.
 
     The file is removed. If the system's cache cannot be dropped, reads come from the cache. Raises OSError.
     """
@@ -40,9 +42,10 @@ def measure_disk(directory: Path, size: int, accesses: int = 0) -> DiskSpeed:
         while file.read(PROBE_BLOCK_BYTES):
             pass
         seconds = time.perf_counter() - start
-        waits = [_access(file, blocks * PROBE_BLOCK_BYTES) for _ in range(accesses)]
-    latency = statistics.median(waits) if waits else 0.0
-    return DiskSpeed(blocks * PROBE_BLOCK_BYTES / written, blocks * PROBE_BLOCK_BYTES / seconds, latency)
+        size = blocks * PROBE_BLOCK_BYTES
+        reads = [_access(file, size) for _ in range(accesses)] or [0.0]
+        writes = [_write_access(file, size) for _ in range(accesses)] or [0.0]
+    return DiskSpeed(size / written, size / seconds, statistics.median(reads), statistics.median(writes))
 
 
 def _access(file: FileIO, size: int) -> float:
@@ -53,6 +56,16 @@ def _access(file: FileIO, size: int) -> float:
     file.seek(int.from_bytes(os.urandom(8)) % size)
     start = time.perf_counter()
     file.read(1)
+    return time.perf_counter() - start
+
+
+def _write_access(file: FileIO, size: int) -> float:
+    """Return the seconds until a random page is overwritten and on the disk."""
+    page = os.urandom(PAGE_BYTES)
+    file.seek(int.from_bytes(os.urandom(8)) % (size // PAGE_BYTES) * PAGE_BYTES)
+    start = time.perf_counter()
+    file.write(page)
+    getattr(os, "fdatasync", os.fsync)(file.fileno())  # which some systems lack
     return time.perf_counter() - start
 
 

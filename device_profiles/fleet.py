@@ -82,6 +82,7 @@ class Fleet:
             "disk-bandwidth": device.disk_bandwidth,
             **({"disk-write-bandwidth": device.disk_write_bandwidth} if device.disk_write_bandwidth else {}),
             **({"disk-latency": device.disk_latency} if device.disk_latency else {}),
+            **({} if device.disk_write_latency is None else {"disk-write-latency": device.disk_write_latency}),
             **({"cpus": device.cpus} if device.cpus else {}),
             **({"keep": device.keep} if device.keep else {}),
             "weight": weight,
@@ -180,6 +181,7 @@ def device_state(
         device.disk_latency,
         device.keep,
         disk_write_bandwidth=device.disk_write_bandwidth,
+        disk_write_latency=device.disk_write_latency,
     )
 
 

@@ -1,9 +1,9 @@
 """Find, read and check the files of fleets and of pools, before a `Fleet` is made.
 
 Units in a file: memory in bytes ("64MB", "512KiB", an integer, or "unlimited"), flops in FLOPs/s, bandwidth, disk-bandwidth and
-disk-write-bandwidth in bytes/s, disk-latency in seconds per access, cpus in cores of the device's container. A disk without
-disk-write-bandwidth writes as fast as it reads. `keep` is optional: the model fraction that scaling methods assign to the
-device; by default the largest that fits. A pool is a list of devices for several fleets.
+disk-write-bandwidth in bytes/s, disk-latency and disk-write-latency in seconds per access, cpus in cores of the device's
+container. A disk without keys for writing writes as fast as it reads. `keep` is optional: the model fraction that scaling
+methods assign to the device; by default the largest that fits. A pool is a list of devices for several fleets.
 
 A file may lie in an installed package: my_package/my_fleet.toml.
 """
@@ -111,6 +111,7 @@ class DeviceTable(_Table):
     disk_bandwidth: Positive
     disk_write_bandwidth: Positive | None = None
     disk_latency: NotNegative = 0.0
+    disk_write_latency: NotNegative | None = None
     cpus: Positive | None = None
     keep: Left | None = None
     weight: Weight = 1.0
@@ -125,6 +126,7 @@ class _PooledTable(_Table):
     disk_bandwidth: Positive
     disk_write_bandwidth: Positive | None = None
     disk_latency: NotNegative = 0.0
+    disk_write_latency: NotNegative | None = None
     cpus: Positive | None = None
     source: str = ""
 
@@ -216,6 +218,7 @@ def profile_of(row: DeviceTable, memory: int | None = None) -> DeviceProfile:
         row.cpus,
         row.keep,
         row.disk_write_bandwidth,
+        row.disk_write_latency,
     )
 
 

@@ -88,8 +88,8 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
 class StepCost:
     """The cost of one training step: peak bytes, and FLOPs (2 per multiply-accumulate, forward and backward).
 
-    A paged step also reads and writes files of so many bytes, in so many accesses. Of the bytes that it reads, `state_read` are
-    those of the optimiser's state, which the first step of a task does not find.
+    A paged step also reads and writes files of so many bytes, in so many accesses, of which `writes` write. Of the bytes that
+    it reads, `state_read` are those of the optimiser's state, which the first step of a task does not find.
     """
 
     peak_bytes: int
@@ -98,6 +98,7 @@ class StepCost:
     bytes_written: int = 0
     accesses: int = 0
     state_read: int = 0
+    writes: int = 0
 
 
 def trace(work: Callable[[], object], memory: PeakMemory | None = None) -> StepCost:

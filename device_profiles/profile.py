@@ -103,9 +103,9 @@ class DeviceProfile:
     Exactly one of `memory_bytes` and `memory_ratio` is set. The ratio refers to the bytes of one reference step (the full
     model's FedAvg step under the run's memory model). `bandwidth` (bytes/s) applies to each direction of the network; None =
     the network is not modelled and takes no time. `disk_latency` is in seconds per access. A disk without
-    `disk_write_bandwidth` writes as fast as it reads. `cpus` is the number of cores of the device's container; None = not
-    specified, and nothing else reads it. `keep` is the model fraction that scaling methods assign to the device; None = the
-    largest that fits.
+    `disk_write_bandwidth` or `disk_write_latency` writes as fast as it reads. `cpus` is the number of cores of the device's
+    container; None = not specified, and nothing else reads it. `keep` is the model fraction that scaling methods assign to the
+    device; None = the largest that fits.
 
     Raises ValueError if both or neither memory figure is given.
     """
@@ -120,6 +120,7 @@ class DeviceProfile:
     cpus: float | None = None
     keep: float | None = None
     disk_write_bandwidth: float | None = None
+    disk_write_latency: float | None = None
 
     def __post_init__(self) -> None:
         if (self.memory_bytes is None) == (self.memory_ratio is None):
@@ -160,11 +161,17 @@ class DeviceState:
     keep: float | None = None
     tolerance: float = 0.0
     disk_write_bandwidth: float | None = None
+    disk_write_latency: float | None = None
 
     @property
     def write_bandwidth(self) -> float:
         """The bytes/s that the disk writes: as many as it reads, unless the fleet says otherwise."""
         return self.disk_write_bandwidth or self.disk_bandwidth
+
+    @property
+    def write_latency(self) -> float:
+        """The seconds of an access that writes: those of one that reads, unless the fleet says otherwise."""
+        return self.disk_latency if self.disk_write_latency is None else self.disk_write_latency
 
     @property
     def allowed_bytes(self) -> int:

@@ -90,7 +90,7 @@ def slices(costs: Costs, part: Part) -> Iterator[Part]:
 def seconds_of(costs: Costs, part: Part, speed: Speed) -> float:
     """Return the predicted seconds of a step: computing, and moving files."""
     cost = costs.trace(part)
-    return cost.flops / speed.flops + speed.moving(cost.bytes_read, cost.bytes_written, cost.accesses)
+    return cost.flops / speed.flops + speed.moving(cost.bytes_read, cost.bytes_written, cost.accesses, cost.writes)
 
 
 def _fastest(costs: Costs, part: Part, allowed: int, ways: Sequence[str], speed: Speed) -> Part | None:

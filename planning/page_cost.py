@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +21,31 @@ from piecework.training.pages import Pages
 from piecework.training.sgd import TrainingConfig
 
 
+class Moved(NamedTuple):
+    """Bytes that are read and written, in so many accesses, of which `writes` write."""
+
+    read: int
+    written: int
+    accesses: int
+    writes: int
+
+
 class TracedPages(Pages):
-    """Pages that also count the bytes of the optimiser's state that are read."""
+    """Pages that also count the accesses that write, and the bytes of the optimiser's state that are read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.state_read = 0
+        self.writes = self.state_read = 0
+
+    @property
+    def counts(self) -> Moved:
+        """All that was moved until now."""
+        return Moved(*self.moved, self.writes)
+
+    def write(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Keep the values of tensors, which must be dense, under a name."""
+        super().write(name, tensors)
+        self.writes += 1
 
     def read(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Give tensors of the same shapes and formats the values that were written under a name."""
@@ -34,14 +54,14 @@ class TracedPages(Pages):
         self.state_read += self.bytes_read - before if name.endswith(STATE) else 0
 
 
-def moved_by_task(cost: StepCost, steps: int, weights: int) -> tuple[int, int, int]:
-    """Return the bytes that a task of so many paged steps on whole batches reads and writes, and its accesses.
+def moved_by_task(cost: StepCost, steps: int, weights: int) -> Moved:
+    """Return what a task of so many paged steps on whole batches reads and writes.
 
     The first step finds no state of the optimiser. After the last one, the `weights` bytes of the pages of all units are read
     once more, for the answer.
     """
     read = steps * cost.bytes_read - (cost.state_read if steps else 0) + weights
-    return read, steps * cost.bytes_written, steps * cost.accesses
+    return Moved(read, steps * cost.bytes_written, steps * cost.accesses, steps * cost.writes)
 
 
 def paged_cost(
@@ -54,7 +74,7 @@ def paged_cost(
     """Return the cost of a step whose config has `pages`."""
     tracing(blueprint.name)
     attack, pages, attack_flops, traced = training_config.attack, TracedPages(), FlopCount(), [0]
-    moved_by_attack = (0, 0, 0)
+    moved_by_attack = Moved(0, 0, 0, 0)
 
     def first_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         # All micro-batches after the second are like the second, which finds gradients of the first.
@@ -72,35 +92,36 @@ def paged_cost(
         x, y = fake_batch(blueprint, atoms[0], size), torch.zeros(size, dtype=torch.int64)
         if attack is not None:
             x = cascade.attack(x, y, 0, partial(_count, flops=attack_flops))
-            moved_by_attack = pages.moved
+            moved_by_attack = pages.counts
         cascade.step(x, y)
 
     cost = trace(work)
     further = attack.steps - 1 if attack is not None else 0
     flops = (cost.flops + further * attack_flops.total) * training_config.batch_size // traced[0]
-    moved = pages.moved
+    moved = pages.counts
     if attack is not None:
         first = [f"atoms.{atom}" for atom in atoms[: training_config.pages[0][1]]]
         first += [head] if len(training_config.pages) == 1 else []
         weights = sum(layer_statistics(blueprint, unit).state_bytes for unit in first)
-        once = moved_by_attack[0] - weights, moved_by_attack[1], moved_by_attack[2] - len(first)
-        more = _further_moved(training_config, attack.steps, traced[0], *once)
-        moved = moved[0] + more[0], moved[1] + more[1], moved[2] + more[2]
-    return StepCost(cost.peak_bytes, flops, *moved, pages.state_read)
+        once = moved_by_attack
+        once = once._replace(read=once.read - weights, accesses=once.accesses - len(first))
+        more = _further_moved(training_config, attack.steps, traced[0], once)
+        moved = Moved(*(one + other for one, other in zip(moved, more, strict=True)))
+    return StepCost(cost.peak_bytes, flops, moved.read, moved.written, moved.accesses, pages.state_read, moved.writes)
 
 
-def _further_moved(
-    training_config: TrainingConfig, steps: int, traced: int, read: int, written: int, accesses: int
-) -> tuple[int, int, int]:
+def _further_moved(training_config: TrainingConfig, steps: int, traced: int, once: Moved) -> Moved:
     """Return what an attack of a batch reads, writes and accesses beside one step on the `traced` examples, which it follows.
 
-    That step moved what is given, without reading the first segment, which any later gradient finds in memory.
+    That step moved `once`, without reading the first segment, which any later gradient finds in memory.
     """
     size, micro_batch = training_config.batch_size, training_config.micro_batch or training_config.batch_size
     done = -(-traced // micro_batch)
     further = steps * -(-size // micro_batch) - done
+    written = once.written
     features = written * steps * size // traced - written  # they are of all examples, and weights of each gradient
-    return (read - written) // done * further + features, features, accesses // done * further
+    read = (once.read - written) // done * further + features
+    return Moved(read, features, once.accesses // done * further, once.writes // done * further)
 
 
 def _count(gradient: Gradient, flops: FlopCount) -> Gradient:

@@ -16,19 +16,21 @@ from piecework.planning.step_cost import ActivationProfile
 
 
 class Speed(NamedTuple):
-    """How fast a device computes (FLOP/s), reads files (bytes/s), begins to (seconds an access), and writes them (bytes/s).
+    """How fast a device computes (FLOP/s), reads files (bytes/s), begins to (seconds an access), and the same for writing.
 
-    Without `write`, it writes as fast as it reads.
+    Without `write` and `write_latency`, it writes as fast as it reads.
     """
 
     flops: float
     disk: float
     latency: float = 0.0
     write: float = 0.0
+    write_latency: float | None = None
 
-    def moving(self, read: float, written: float, accesses: float = 0) -> float:
-        """Return the seconds in which bytes are read and written in so many accesses."""
-        return read / self.disk + written / (self.write or self.disk) + accesses * self.latency
+    def moving(self, read: float, written: float, accesses: float = 0, writes: float = 0) -> float:
+        """Return the seconds in which bytes are read and written in so many accesses, of which `writes` write."""
+        more = 0.0 if self.write_latency is None else self.write_latency - self.latency  # of an access that writes
+        return read / self.disk + written / (self.write or self.disk) + accesses * self.latency + writes * more
 
 
 BOARD = Speed(4e9, 4e7)  # a small board with an SD card or eMMC, where no device is named
@@ -36,7 +38,13 @@ BOARD = Speed(4e9, 4e7)  # a small board with an SD card or eMMC, where no devic
 
 def speed_of(device: DeviceState) -> Speed:
     """Return how fast a device is in a round."""
-    return Speed(device.flops_per_second, device.disk_bandwidth, device.disk_latency, device.write_bandwidth)
+    return Speed(
+        device.flops_per_second,
+        device.disk_bandwidth,
+        device.disk_latency,
+        device.write_bandwidth,
+        device.disk_write_latency,
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def _extend(layers: Layers, prefix: _Prefix, segment: Segment, speed: Speed, *, 
     output = layers.outputs[end - 1]
     written = output if spilled else 0
     seconds = sum(layers.flops[first:end]) / speed.flops
-    seconds += speed.moving(sum(layers.weights[first:end]) + written, written, end - first + 2 * spilled)
+    seconds += speed.moving(sum(layers.weights[first:end]) + written, written, end - first + 2 * spilled, spilled)
     return _Prefix(0 if spilled else prefix.held + output, prefix.seconds + seconds, (*prefix.segments, segment))
 
 

@@ -7,7 +7,7 @@ from piecework.device_profiles.clock import simulated_seconds, task_seconds
 from piecework.device_profiles.profile import DeviceState
 from piecework.planning.costs import CostModel
 from piecework.planning.cut import Cut
-from piecework.planning.page_cost import moved_by_task
+from piecework.planning.page_cost import Moved, moved_by_task
 from piecework.planning.part import Part
 from piecework.training.settings import Settings
 
@@ -55,26 +55,19 @@ def work_seconds(
         (part,), (n,) = parts, seen
         return swapped_seconds(cut.settings, cost_model, part, n, state, message_bytes)
     batches = [batches_of(cut.settings, n) for n in seen]
-    read, written, accesses = (
-        sum(stored_bytes(cut.settings, p) * n for p, n in zip(parts, seen, strict=True)),
-        0,
-        sum(batches),
-    )
+    inputs = sum(stored_bytes(cut.settings, part) * n for part, n in zip(parts, seen, strict=True))
+    total = Moved(inputs, 0, sum(batches), 0)
     for part, n in zip(parts, batches, strict=True):
-        moved = moved_by_part(cost_model, part, n)
-        read, written, accesses = read + moved[0], written + moved[1], accesses + moved[2]
+        total = Moved(*(one + other for one, other in zip(total, moved_by_part(cost_model, part, n), strict=True)))
     flops = work_flops(cost_model, parts, seen, executed)
-    return simulated_seconds(state, flops, *message_bytes, read, accesses, written)
+    return simulated_seconds(state, flops, *message_bytes, total.read, total.accesses, total.written, total.writes)
 
 
-def moved_by_part(cost_model: CostModel, part: Part, batches: int) -> tuple[int, int, int]:
-    """Return the bytes that training a part for so many batches reads and writes, and its accesses, beside inputs.
-
-    All of this is what paged steps move, or a part that is read once.
-    """
+def moved_by_part(cost_model: CostModel, part: Part, batches: int) -> Moved:
+    """Return what training a part for so many batches reads and writes beside inputs: paged steps, or the part once."""
     if part.pages:
         return moved_by_task(cost_model.trace(part), batches, part.state_bytes)
-    return part.copies * part.state_bytes, 0, 0
+    return Moved(part.copies * part.state_bytes, 0, 0, 0)
 
 
 def stored_bytes(settings: Settings, part: Part) -> int:

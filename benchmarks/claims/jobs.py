@@ -211,7 +211,8 @@ def _require_valid(given: Mapping[str, Scalar]) -> None:
     settings = Settings.from_run_config(given)
     find_entry(settings.strategy)
     require_used(settings)
-    if slow := [device.name for device in load_fleet(settings.fleet).devices if device.disk_latency]:
+    devices = load_fleet(settings.fleet).devices
+    if slow := [device.name for device in devices if device.disk_latency or device.disk_write_latency]:
         raise ValueError(
             f"fleet: the device {slow[0]!r} has a disk-latency: times on other storage can be computed only without one"
         )

@@ -46,9 +46,9 @@ def client_seconds(client: Mapping[str, Any], state: DeviceState, disk_bandwidth
 
     `client` is its record of the round: bytes, FLOPs, and the seconds on its own disk. `state` is its device in that round.
     """
-    if state.disk_latency:
+    if latency := state.disk_latency or state.write_latency:
         raise ValueError(
-            f"device {state.device!r} has a disk-latency of {state.disk_latency:g} s, and records do not say how many accesses "
+            f"device {state.device!r} has a disk-latency of {latency:g} s, and records do not say how many accesses "
             "there were: leave it out of the fleet"
         )
     rest = (client["bytes_down"] + client["bytes_up"]) / state.bandwidth + client["flops"] / state.flops_per_second

@@ -61,6 +61,7 @@ class Profile:
             "disk-bandwidth": _round_figure(self.disk.read),
             "disk-write-bandwidth": _round_figure(self.disk.write),
             "disk-latency": _round_figure(self.disk.latency),
+            "disk-write-latency": _round_figure(self.disk.write_latency),
             "cpus": self.cpus,
         }
 

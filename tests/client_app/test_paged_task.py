@@ -19,9 +19,9 @@ PAIRS = ((0, 2), (2, 4), (4, 5))
 
 
 def test_bytes_of_a_task_by_hand() -> None:
-    step = StepCost(0, 0, bytes_read=100, bytes_written=40, accesses=7, state_read=12)
-    assert moved_by_task(step, 3, 20) == (300 - 12 + 20, 120, 21)
-    assert moved_by_task(step, 0, 20) == (20, 0, 0)
+    step = StepCost(0, 0, bytes_read=100, bytes_written=40, accesses=7, state_read=12, writes=3)
+    assert moved_by_task(step, 3, 20) == (300 - 12 + 20, 120, 21, 9)
+    assert moved_by_task(step, 0, 20) == (20, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,5 @@ def test_bytes_of_a_task(tmp_path: Path, changes: dict[str, Any], spilled: bool)
     metrics = train_paged(a_task("fedavg"), client, item).metrics
     cut = find_method("fedavg").make_cut(client.blueprint, cost_model_for(settings, client.blueprint), settings)
     steps = changes["training__local_iterations"]
-    read, written, _ = moved_by_part(cut.cost_model, cut.part(item), steps)
+    read, written, *_ = moved_by_part(cut.cost_model, cut.part(item), steps)
     assert (metrics["disk-read"], metrics["disk-written"]) == (read, written)

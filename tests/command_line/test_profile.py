@@ -32,7 +32,7 @@ def a_profile(**changes: object) -> Profile:
         "sustained_flops": 4.5678e9,
         "seconds": 10.0,
         "threads": 1,
-        "disk": DiskSpeed(write=2e7, read=4e7, latency=3.14159e-4),
+        "disk": DiskSpeed(write=2e7, read=4e7, latency=3.14159e-4, write_latency=2.71828e-3),
         "disk_bytes": 64_000_000,
         "cpus": 4,
     }
@@ -49,7 +49,7 @@ def test_what_is_written_is_a_device_of_a_fleet_and_a_pool(tmp_path: Path) -> No
         device = fleet.devices[0]
         assert (device.name, device.memory_bytes, device.flops_per_second) == ("pi", 800_000_000, 4.57e9)
         assert (device.disk_bandwidth, device.disk_write_bandwidth, device.disk_latency) == (4e7, 2e7, 3.14e-4)
-        assert device.cpus == 4
+        assert (device.disk_write_latency, device.cpus) == (2.72e-3, 4)
         assert device.bandwidth is None
         assert load_fleet(fleet.to_json()) == fleet  # as it travels to the nodes
         assert device_state(fleet, 0, 2, 1, 1, 10**9, "pi").budget_bytes == 800_000_000
@@ -90,9 +90,10 @@ def test_the_convolution_is_repeated_for_as_long_as_asked() -> None:
 
 def test_the_disk(tmp_path: Path) -> None:
     found = measure_disk(tmp_path, 2_000_000, 8)
-    assert min(found.write, found.read, found.latency) > 0
-    assert found.latency < 1
-    assert measure_disk(tmp_path, 1).latency == 0
+    assert min(found.write, found.read, found.latency, found.write_latency) > 0
+    assert max(found.latency, found.write_latency) < 1
+    without = measure_disk(tmp_path, 1)
+    assert (without.latency, without.write_latency) == (0, 0)
     assert list(tmp_path.iterdir()) == []
 
 

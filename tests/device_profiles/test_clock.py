@@ -28,11 +28,20 @@ def test_link_computing_and_disk_add_up() -> None:
     assert simulated_seconds(STATE, 0, 0, 0, disk_bytes=15, disk_written=10) == pytest.approx(3 + 2)
     slow = dataclasses.replace(STATE, disk_write_bandwidth=2.0)
     assert simulated_seconds(slow, 0, 0, 0, disk_bytes=15, disk_written=10) == pytest.approx(3 + 5)
+    # 4 reads of 0.25 s, and 2 writes of as much, or of 1.5 s
+    assert simulated_seconds(STATE, 0, 0, 0, accesses=6, writes=2) == pytest.approx(1 + 0.5)
+    waiting = dataclasses.replace(STATE, disk_write_latency=1.5)
+    assert simulated_seconds(waiting, 0, 0, 0, accesses=6, writes=2) == pytest.approx(1 + 3)
 
 
 @pytest.mark.parametrize(
     ("amounts", "message"),
-    [((1.0, -1, 0), "down -1"), ((1.0, 0, 0, 0, -2), "accesses -2"), ((1.0, 0, 0, 0, 0, -3), "written -3")],
+    [
+        ((1.0, -1, 0), "down -1"),
+        ((1.0, 0, 0, 0, -2), "accesses -2"),
+        ((1.0, 0, 0, 0, 0, -3), "written -3"),
+        ((1.0, 0, 0, 0, 0, 0, -4), "writes -4"),
+    ],
 )
 def test_negative_amounts(amounts: tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -190,6 +190,12 @@ def test_bandwidth_and_latency_are_optional() -> None:
     assert [each.write_bandwidth for each in states] == [1e7, 2e6]
     assert [speed_of(each).moving(2e7, 1e7) for each in states] == pytest.approx([2 + 1, 2 + 5])
     assert load_fleet(late.to_json()) == late
+    waiting = fleet(bare | {"disk-latency": 0.25, "disk-write-latency": 1.5})
+    assert load_fleet(waiting.to_json()) == waiting
+    assert "disk-write-latency" not in late.to_json()  # settings of older runs stay as they were
+    states = [device_state(each, 0, 1, 0, 0, 0) for each in (late, waiting)]
+    assert [each.write_latency for each in states] == [0.17, 1.5]
+    assert [speed_of(each).moving(0, 0, 6, 2) for each in states] == pytest.approx([6 * 0.17, 4 * 0.25 + 2 * 1.5])
 
 
 def test_memory_and_speed_are_drawn_apart() -> None:
@@ -354,6 +360,7 @@ NOT_BYTES = "not an amount of memory; write a number and one of B, kB, MB, GB, K
         ),
         ({"device": [device("a\nb")]}, "device 1 name = 'a\\nb': a name has no control characters"),
         (one(disk_latency=-1), "device 1 disk-latency = -1: input should be greater than or equal to 0"),
+        (one(disk_write_latency=-1), "device 1 disk-write-latency = -1: input should be greater than or equal to 0"),
         (one(bandwidth=0), "device 1 bandwidth = 0: input should be greater than 0"),
         ({"degradation": {"flops": [-1, 0]}}, "degradation flops 1 = -1: input should be greater than or equal to 0"),
         ({"degradation": 3}, "degradation = 3: expected a table"),

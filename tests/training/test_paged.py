@@ -1,6 +1,7 @@
 """Stepping in the backward pass, and paging: the weights of the plain step bit by bit, in the memory that was traced."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Trained:
     drawn: list[Tensor] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
     peak: int = 0
-    moved: list[tuple[int, int, int]] = field(default_factory=list)
+    moved: list[tuple[int, ...]] = field(default_factory=list)
 
 
 class Watched(LocalTrainer):
@@ -65,15 +66,30 @@ class Watched(LocalTrainer):
         return loss
 
 
+class CountedFiles(PageFiles):
+    """Also counts the accesses that write."""
+
+    writes = 0
+
+    def write(self, name: str, tensors: Sequence[Tensor]) -> None:
+        super().write(name, tensors)
+        self.writes += 1
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return *self.moved, self.writes
+
+
 class WatchedPages(Watched, PagedTrainer):
     """Also notes what the pages moved in each step."""
 
     def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:
-        before, batch = self.cascade.pages.moved, [z, y]
+        pages = self.cascade.pages
+        assert isinstance(pages, CountedFiles)
+        before, batch = pages.counts, [z, y]
         del z, y
         loss = super()._step(batch.pop(0), batch.pop(), rng)
-        after = self.cascade.pages.moved
-        self.trained.moved.append(tuple(new - old for old, new in zip(before, after, strict=True)))  # type: ignore[arg-type]
+        self.trained.moved.append(tuple(new - old for old, new in zip(before, pages.counts, strict=True)))
         return loss
 
 
@@ -92,7 +108,7 @@ def train(blueprint: Blueprint, config: TrainingConfig, folder: Path) -> Trained
 
     examples = examples_for(blueprint, 0, BATCH * STEPS)
     if config.pages:
-        pages = PageFiles(folder)
+        pages = CountedFiles(folder)
         cascade = PagedCascade(blueprint, atoms, "head", load, config, pages)
         trainer: Watched = WatchedPages(cascade, config)
     else:
@@ -148,7 +164,7 @@ def require_same(blueprint: Blueprint, config: TrainingConfig, folder: Path) -> 
 def require_traced(blueprint: Blueprint, config: TrainingConfig, found: Trained) -> None:
     cost = paged_cost(blueprint, tuple(range(len(blueprint.atoms))), "head", config)
     assert found.peak == cost.peak_bytes
-    assert found.moved[1:] == [(cost.bytes_read, cost.bytes_written, cost.accesses)] * (STEPS - 1)
+    assert found.moved[1:] == [(cost.bytes_read, cost.bytes_written, cost.accesses, cost.writes)] * (STEPS - 1)
 
 
 @pytest.mark.parametrize("name", ONE_A_FAMILY)
