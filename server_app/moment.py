@@ -175,5 +175,6 @@ def _seconds(server: MethodServer, client: int, task: Any) -> float:
         return 0.0
     cost_model = cut.cost_model if task.adversarial else cut.cost_model.unattacked
     _, seen = local_work(server.settings, server.registry.members[client].examples)
-    parts = [cut.part(item) for item in task.costs]
+    # norms are measured in the served model, which a method may not train, in a forward pass that takes little time
+    parts = [cut.part(item) for item in task.costs if not item.measured]
     return work_flops(cost_model, parts, [seen] * len(parts)) / assigned.device.flops_per_second
