@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import pandas
     from torch import nn
 
+    from piecework.api.scores import Scores
+    from piecework.exports.formats import Exported
     from piecework.models.trained_model import TrainedModel
     from piecework.report.progress import ShowsRounds
     from piecework.server_app.records import RunDir
@@ -120,6 +122,25 @@ class Run:
         from piecework.models.imported.own_names import fill_module
 
         return fill_module(module, self.path)
+
+    def evaluate(self, dataset: str = "", *, batch_size: int = 256) -> "Scores":
+        """Return what the trained model gets right, by class and by device class, as `piecework evaluate` shows it.
+
+        That is on the test split of the run's data set, or of another `dataset` with the same kind of examples and classes.
+        """
+        from piecework.api.scores import score_run
+
+        return score_run(self.path, dataset, batch_size)
+
+    def export(self, format: str, to: str | Path | None = None) -> "Exported":
+        """Write the run as `onnx`, `torchscript`, `executorch`, or in another format of `piecework export`.
+
+        Returns what was written. `to` is the file or folder, by default in the run's. Raises ExportError if the format cannot
+        have the model, and ImportError without the extra of the format.
+        """
+        from piecework.exports.formats import export_run
+
+        return export_run(self.path, format, None if to is None else Path(to))
 
     def write_report(self) -> Path:
         """Write one self-contained HTML page about the run, and return its file."""

@@ -1,4 +1,4 @@
-"""The command that writes what a run left in the formats of others."""
+"""The commands about a trained model: to evaluate it, and to write what a run left in the formats of others."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piecework.commands.base import Json, err, out, user_errors
+from piecework.commands.base import Json, err, out, show_lines, user_errors
 from piecework.commands.results import results
 from piecework.exports.formats import FORMATS
 
@@ -39,3 +39,24 @@ def export(
         out.print(str(found.path), soft_wrap=True, highlight=False)
         for line in found.lines:
             out.print(line, soft_wrap=True, highlight=False)
+
+
+@results.command()
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(help="the folder of a run")],
+    dataset: Annotated[str, typer.Option(help="other data than the run's: a data set, or npz:FILE and so on")] = "",
+    batch_size: Annotated[int, typer.Option(min=1, help="examples that are computed at once")] = 256,
+    code: Code = "",
+    as_json: Json = False,
+) -> None:
+    """Show what the trained model gets right on test examples, by class and by device class."""
+    from piecework.api.scores import score_run
+    from piecework.models.imported.trust import import_code
+    from piecework.report.progress import show_waiting
+    from piecework.report.scores_view import score_tables
+
+    with user_errors(as_json, {}):
+        import_code(run_dir, code)
+        with show_waiting(err, "evaluating"):
+            found = score_run(run_dir, dataset, batch_size)
+        print(json.dumps(found.record)) if as_json else show_lines(score_tables(found.record))
