@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from weakref import WeakMethod
 
 import torch
 from safetensors import safe_open
@@ -86,8 +87,10 @@ class SGD:
                 f"a step in the backward pass with clip_norm = {self.training_config.clip_norm:g} and micro_batch = "
                 f"{self.training_config.micro_batch}: clipping needs the norm of all gradients, and micro-batches add them up"
             )
+        # Weak, since Python cannot see hooks: a parameter that held its optimiser, which holds it, would never be freed.
+        move = WeakMethod(self._move_at_once)
         for i, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._move_at_once, i))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_move_if_trained, move, i))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _move_at_once(self, number: int, parameter: Tensor) -> None:
@@ -168,6 +171,12 @@ class SGD:
         """Read what is kept between steps from a folder."""
         for _, tensor, found in self.stored(folder):
             tensor.copy_(found)
+
+
+def _move_if_trained(move: WeakMethod[Any], number: int, parameter: Tensor) -> None:
+    """Move a parameter, unless its optimiser is gone."""
+    if (found := move()) is not None:
+        found(number, parameter)
 
 
 def stored_tensor(held: Held) -> Tensor:

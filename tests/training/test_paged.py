@@ -1,7 +1,9 @@
 """Stepping in the backward pass, and paging: the weights of the plain step bit by bit, in the memory that was traced."""
 
+import gc
 import math
 from collections.abc import Sequence
+import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,25 @@ def test_two_steps_by_hand(tmp_path: Path) -> None:
     # Of 8 bytes in each unit: read forward 3 times and back 2 times, momentum 3 times; the last 24 bytes are the test's own.
     found = [new - old for old, new in zip(before, pages.moved, strict=True)]
     assert found == [24 + 16 + 24 + 4 + 24, 24 + 24 + 4, 3 + 2 + 6 + 1 + 3 + 3 + 6 + 1]
+
+
+def test_an_optimiser_that_moves_in_the_backward_pass_is_freed_with_its_parameters() -> None:
+    """Hooks are unseen by Python's garbage collector: if they held the optimiser, a client would lose a model a task."""
+    layer = nn.Linear(2, 2)
+    optimiser = SGD([*layer.parameters()], a_training_config(in_backward=True))
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad is None  # it has moved
+    seen = [weakref.ref(each) for each in (optimiser, optimiser.buffers[0], layer.weight)]
+    gc.disable()
+    try:
+        del optimiser
+        assert [each() is None for each in seen] == [True, True, False]
+        layer(torch.ones(1, 2)).sum().backward()  # nothing moves any more
+        assert layer.weight.grad is not None
+        del layer
+        assert seen[2]() is None
+    finally:
+        gc.enable()
 
 
 def test_what_a_paged_step_refuses(tmp_path: Path) -> None:
