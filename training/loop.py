@@ -63,11 +63,10 @@ class PieceModel:
         def run(first: int, last: int, z: Tensor) -> Tensor:
             return run_atoms(self.blueprint, self.atoms[first:last], modules[first:last], z)
 
-        with recompute_cheaply(self.cheap):
-            for first, last in self.recompute:
-                z = recompute(partial(run, first, last), run(done, first, z), modules[first:last], cheap=self.cheap)
-                done = last
-            return run(done, len(modules), z)
+        for first, last in self.recompute:
+            z = recompute(partial(run, first, last), run(done, first, z), modules[first:last], cheap=self.cheap)
+            done = last
+        return run(done, len(modules), z)
 
     def logits(self, z: Tensor) -> Tensor:
         """Return logits[B, classes]; before the shared head, features skip the rest of the model by zero padding."""
@@ -267,6 +266,8 @@ def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: 
         piece.train(True)
         piece.recompute, piece.cheap = training_config.recompute, training_config.cheap
     loss = make_loss(pieces)
+    if training_config.cheap:
+        loss = kept_cheaply(loss)
     return (
         in_bfloat16(loss) if training_config.precision == "bfloat16" else loss,
         (pieces[0].optimiser or OPTIMISERS[training_config.optimiser])(
@@ -276,6 +277,16 @@ def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: 
             [piece.after_step for piece in pieces],
         ),
     )
+
+
+def kept_cheaply(loss: Loss) -> Loss:
+    """Return the same loss, whose backward pass keeps little of norms and activations, those of heads and exits too."""
+
+    def cheap(z: Tensor, y: Tensor) -> Tensor:
+        with recompute_cheaply():
+            return loss(z, y)
+
+    return cheap
 
 
 def in_bfloat16(loss: Loss) -> Loss:

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece
+from piecework.models.recompute_cheap import recompute_cheaply
 from piecework.models.replayed_random import RandomState
 from piecework.models.static_norms import count_first_alike
 from piecework.training.adam import OPTIMISERS
@@ -127,7 +128,6 @@ class PagedCascade:
 
     def _forward(self, number: int, z: Tensor, parts: Parts) -> Tensor:
         piece, out, at = self.segment(number), None, 0
-        piece.cheap = False  # which would keep something
         for (part,) in parts(z):
             # not under no_grad, for which an LSTM has another kernel, with other rounding
             with self._precision(z), saved_tensors_hooks(_drop, _not_kept):
@@ -146,7 +146,7 @@ class PagedCascade:
         self._move_when_complete(piece)
         total, upstream = None, _Upstream(z, needed=self.last > 0)
         for part, labels in parts(z, y):
-            with self._precision(z):
+            with self._precision(z), recompute_cheaply(piece.cheap):
                 value = classification_loss(piece.logits(upstream.watch(part)), labels)
             if len(part) < len(z):
                 value = value * (len(part) / len(z))
@@ -165,7 +165,7 @@ class PagedCascade:
         for part, *incoming in parts(z, *passed):
             if len(part) == len(z):
                 passed.clear()  # the backward pass frees it as soon as it can
-            with self._precision(z):
+            with self._precision(z), recompute_cheaply(piece.cheap):
                 end = _Begin.apply(piece.features(upstream.watch(part)), incoming)
             if end.requires_grad:  # else the first segment has nothing to learn
                 end.backward()

@@ -27,6 +27,7 @@ from piecework.client_app.features import prefix_features
 from piecework.client_app.validation import cascade_of, validate
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import Piece, fits, format_ranges
+from piecework.models.recompute_cheap import recompute_cheaply
 from piecework.models.work_item import WorkItem
 from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
 from piecework.training.answers import Metrics
@@ -209,7 +210,9 @@ def query(task: Task, client: Client) -> Metrics:
             with client.cap.first("perturbation", len(positions)):
                 piece = piece or load_fixed(client.blueprint, item, client.load())
                 forward = in_precision(piece.features, client.training_config)
-                norms, low = largest_perturbation(forward, examples.read(positions), attack, generator)
+                norms, low = largest_perturbation(
+                    forward, examples.read(positions), attack, generator, cheap=item.cheap
+                )
             total, minimum = total + float(norms.sum()), min(minimum, float(low))
         seen += len(batch)
     if not seen:
@@ -238,16 +241,20 @@ def load_fixed(blueprint: Blueprint, item: WorkItem, load: Load) -> PieceModel:
 
 
 def largest_perturbation(
-    module: Callable[[Tensor], Tensor], z: Tensor, attack: Attack, generator: torch.Generator
+    module: Callable[[Tensor], Tensor], z: Tensor, attack: Attack, generator: torch.Generator, *, cheap: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return ||module(z + delta) - module(z)||_2 of each example, [B], for PGD's delta, and the smallest value of module(z)."""
+    """Return ||module(z + delta) - module(z)||_2 of each example, [B], for PGD's delta, and the smallest value of module(z).
+
+    With `cheap`, gradients keep no more than models/recompute_cheap.py leaves.
+    """
     with torch.no_grad():
         clean = module(z)
 
     def gradient(z: Tensor, y: Tensor) -> Tensor:
         """Return the gradient of ||module(z) - clean||^2 with respect to z."""
         z = z.detach().requires_grad_()
-        out = module(z)
+        with recompute_cheaply(cheap):
+            out = module(z)
         (ascent,) = torch.autograd.grad(out, z, out.detach().sub(clean).mul_(2))
         return ascent
 

@@ -71,7 +71,7 @@ def query_cost(
         piece = load_fixed(blueprint, item, fake_load(blueprint))
         z = read_batch(blueprint, item.atoms[0], training_config.batch_size, rounded=rounded)
         forward = in_precision(piece.features, training_config)
-        largest_perturbation(forward, z, replace(attack, steps=1), torch.Generator())
+        largest_perturbation(forward, z, replace(attack, steps=1), torch.Generator(), cheap=item.cheap)
 
     return trace(work).peak_bytes
 
