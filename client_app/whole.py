@@ -46,10 +46,15 @@ def train_whole(
     """Train all of the task's network, with the strategy's own loss, piece class, carried momentum and trainer.
 
     `mode` is that of the work item. With `swaps`, a network that does not fit is trained nevertheless; otherwise raises
-    MemoryBudgetExceededError. Only where all of these are the usual ones does the server ask for a paged step.
+    MemoryBudgetExceededError. Raises ValueError for a paged step, which has the usual ones, beside any of one's own.
     """
     item = whole_network(task, client, "training the whole model", mode=mode, swaps=swaps)
     if item.pages:
+        if (make_loss, piece_class, carried, make_trainer) != (single_loss, PieceModel, None, LocalTrainer):
+            raise ValueError(
+                "a paged step has the usual loss, pieces, momentum and trainer, and this method has its own: leave page out of "
+                "memory.fit, and let the method's class say can = replace(..., pages=False)"
+            )
         return train_paged(task, client, item)
 
     def make() -> list[PieceModel]:

@@ -169,8 +169,18 @@ class Cut:
         """Return the part that a work item trains, with the step that it names: that of `plain_part`, made once."""
         if item not in self._made:
             own = self.plain_part(item.plain)
+            self._require_ways(own)
             self._made[item] = replace(with_step(own, item), pageable=self._can_page(own))
         return self._made[item]
+
+    def _require_ways(self, part: Part) -> None:
+        """Raise ValueError if `memory.fit` names a way that the part's class cannot go, although the method does not say so."""
+        named = self.settings.memory.named_ways
+        if unsaid := [way for way in named if way not in (*part.piece_class.ways, *self.can.lacks)]:
+            raise ValueError(
+                f"memory.fit = {self.settings.memory.fit!r}: {part.piece_class.__name__}.ways has no {unsaid[0]}; leave it "
+                "out, or let the method's `can` name it in `lacks`, with the reason, if none of its steps can go this way"
+            )
 
     def _can_page(self, part: Part) -> bool:
         usual = part.make_loss is single_loss and part.piece_class is PieceModel and not (part.targets or part.learns)

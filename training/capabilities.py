@@ -42,6 +42,7 @@ class Capabilities:
     fit: bool | Case = (
         True  # a step may be fitted into a small budget (`memory.fit`), because the method does not change it
     )
+    lacks: Mapping[str, str] = field(default_factory=dict)  # ways of `memory.fit` that no step can go, with the reason
     pages: bool | Case = (
         False  # clients train the whole model with the usual step, which may page through it (`memory.fit`)
     )

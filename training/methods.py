@@ -67,7 +67,12 @@ FEDDF = Capabilities(
     caveat="small devices train other models; needs public data",
 )
 SPAFL = Capabilities(
-    measures=False, evaluates="as trained", personal=True, other_norms=False, caveat="every client has its own model"
+    measures=False,
+    evaluates="as trained",
+    personal=True,
+    other_norms=False,
+    lacks={"recompute": "its layers count what they execute, and a second forward pass would count twice"},
+    caveat="every client has its own model",
 )
 
 WHOLE = "piecework.client_app.whole"
@@ -89,6 +94,7 @@ METHODS = {
             evaluates="as trained",
             measures=False,
             fit={"depthfl.feddyn-alpha": (0.0,)},
+            lacks={"recompute": "its exits branch off inside of the segments that would run again"},
             when_excluded="gets no task",
         ),
         ("depthfl",),
@@ -131,6 +137,7 @@ METHODS = {
             norms="measured",
             other_norms=False,
             optimisers=False,
+            lacks={"micro-batch": "a step draws one mask, and each micro-batch would draw its own"},
             caveat="a mask of random weights, not the model",
         ),
         ("fedpm",),

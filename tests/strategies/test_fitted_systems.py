@@ -10,6 +10,7 @@ from piecework.federation.errors import RunAbortedError
 from piecework.server_app.records import RunDir
 
 BOTH = "micro-batch,recompute"
+CHEAP = "recomputes norms and activations"
 
 
 def figures(record: dict[str, Any], client: dict[str, Any]) -> Any:
@@ -40,7 +41,7 @@ CASES: dict[str, tuple[float, str, Any, Any]] = {
     "origdrop": (0.6, "micro-batch", 0.6, 0.8),
     "prism": (0.6, "recompute", 0.2, 0.6),
     "orthdrop": (0.9, BOTH, 0.2, 0.8),
-    "depthfl": (0.95, "micro-batch", 1, 2),
+    "depthfl": (0.95, "step-in-backward,recompute-cheap", 1, 2),
     "fedepth": (0.6, BOTH, [[0, 1], [2, 3], [4]], [[0, 1, 2, 3], [4]]),
 }
 
@@ -86,13 +87,15 @@ def test_feddf_trains_the_largest_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "memory", "fit", "step"),
     [
-        ("spafl", 0.95, BOTH, "micro-batches of 4"),
-        ("local", 0.95, BOTH, "micro-batches of 4"),
-        ("fedpm", 1.5, BOTH, "recomputes 1 atom"),
+        ("spafl", 0.95, "micro-batch", "micro-batches of 4"),
+        ("spafl", 1.0, "step-in-backward,recompute-cheap", CHEAP),
+        ("local", 0.95, "micro-batch", "micro-batches of 4"),
+        ("fedpm", 1.5, "recompute", "recomputes 1 atom"),
+        ("fedpm", 1.5, "step-in-backward,recompute-cheap", CHEAP),
     ],
 )
 def test_a_whole_model_that_did_not_fit(tmp_path: Path, strategy: str, memory: float, fit: str, step: str) -> None:
-    """SpaFL counts what its layers execute, so it recomputes nothing; FedPM draws one mask a step, so it takes no slices."""
+    """SpaFL's layers count what they execute, so segments do not run again; FedPM draws one mask a step, so it cuts none."""
     settings = settings_of(strategy, memory)
     with pytest.raises(RunAbortedError, match="3 asked, 3 refused for memory"):
         run_local(tmp_path / "plain", **settings)

@@ -7,6 +7,7 @@ from typing import Any
 from piecework.training.capabilities import Case, Refusal, Scalar
 from piecework.training.methods import METHODS, Entry, find_entry, is_own, lineage, table_class
 from piecework.training.settings.run import Settings, fields, tables
+from piecework.training.settings.shared import WAYS
 
 
 class Exactly(tuple[Scalar, ...]):
@@ -78,19 +79,24 @@ def require_accepted(settings: Settings, refuses: Iterable[Refusal], name: str) 
 
 def _require_possible_ways(settings: Settings, name: str) -> None:
     """Raise ValueError for a way that `memory.fit` names and the run cannot go; `auto` leaves such ways out."""
-    named = () if "auto" in settings.memory.ways else settings.memory.ways
+    named, can = settings.memory.named_ways, find_entry(settings.strategy).can
+    said = f"memory.fit = {settings.memory.fit!r}"
+    for way in [way for way in named if way in can.lacks]:
+        able = [each for each in WAYS if each not in can.lacks and (each != "page" or is_true(can.pages, settings))]
+        raise ValueError(
+            f"{said}: a step of {name} cannot go the way {way}, because {can.lacks[way]}; leave {way} out, use auto, or name "
+            f"some of {', '.join(able)}"
+        )
     if settings.training.clip_norm and (found := [way for way in ("step-in-backward", "page") if way in named]):
         raise ValueError(
-            f"memory.fit = {settings.memory.fit!r}: training.clip-norm = {settings.training.clip_norm:g} needs the norm of all "
-            f"gradients at once, and a step never has them with {' or '.join(found)}; leave it out, or set clip-norm to 0"
+            f"{said}: training.clip-norm = {settings.training.clip_norm:g} needs the norm of all gradients at once, and a step "
+            f"never has them with {' or '.join(found)}; leave it out, or set clip-norm to 0"
         )
-    pages = find_entry(settings.strategy).can.pages
-    if "page" in named and not is_true(pages, settings):
-        able = ", ".join(each for each, entry in METHODS.items() if entry.can.pages is True)
-        case = (
-            " and ".join(f"{key} = {values[0]}" for key, values in pages.items()) if isinstance(pages, Mapping) else ""
-        )
+    if "page" in named and not is_true(can.pages, settings):
+        able = [each for each, entry in METHODS.items() if entry.can.pages is True]
+        cases = can.pages.items() if isinstance(can.pages, Mapping) else ()
+        case = " and ".join(f"{key} = {values[0]}" for key, values in cases)
         raise ValueError(
-            f"memory.fit = {settings.memory.fit!r}: the clients of {name} do not train the whole model with the usual step, "
-            f"which alone can page{f' (they do with {case})' if case else ''}; leave page out, or use one of {able}"
+            f"{said}: the clients of {name} do not train the whole model with the usual step, which alone can page"
+            f"{f' (they do with {case})' if case else ''}; leave page out, or use one of {', '.join(able)}"
         )

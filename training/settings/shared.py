@@ -264,6 +264,11 @@ class MemorySettings(Table):
         return (*named, *WAYS) if named == ("auto",) else named
 
     @property
+    def named_ways(self) -> tuple[str, ...]:
+        """The ways that `fit` names one by one, which a run must be able to go; `auto` leaves out those that it cannot."""
+        return () if self.fit.strip() == "auto" else tuple(way for way in self.ways if way != "auto")
+
+    @property
     def enforced(self) -> bool:
         """Whether budgets are enforced on clients: only for traced bytes, and if the checks are on."""
         return self.model == "traced" and self.enforce

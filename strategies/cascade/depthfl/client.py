@@ -36,6 +36,7 @@ from piecework.training.answers import Metrics
 from piecework.training.attacks import Loss
 from piecework.training.loop import Load, LocalTrainer, MakeLoss, PieceModel, classification_loss
 from piecework.training.messages import Task, TaskConfig
+from piecework.training.settings.shared import WAYS
 
 HISTORY = "feddyn"  # the folder with h_k in the client's state
 
@@ -51,7 +52,7 @@ class DepthFLTaskConfig(TaskConfig):
 class ExitsModel(PieceModel):
     """A model's first blocks and the exits behind them. The last exit is the head, and the others are among the atoms."""
 
-    ways = ("micro-batch",)
+    ways = tuple(way for way in WAYS if way != "recompute")  # exits branch off inside of segments
 
     def __init__(self, blueprint: Blueprint, atoms: Piece, head: str | None, load: Load) -> None:
         super().__init__(blueprint, atoms, head, load)

@@ -17,6 +17,7 @@ from piecework.strategies.sparse.fedpm.settings import FedPMSettings
 from piecework.training.adam import Adam
 from piecework.training.loop import PieceModel
 from piecework.training.messages import Task
+from piecework.training.settings.shared import WAYS
 
 MASK = "mask"  # uint8 [scores / 8]: bits for all scores, arrays sorted by name, the first score in the lowest bit
 
@@ -25,7 +26,7 @@ class ScoredModel(PieceModel):
     """A model of scores, which Adam trains. A step draws one mask, so it does not compute micro-batches."""
 
     optimiser = Adam
-    ways = ("recompute", "recompute-cheap")
+    ways = tuple(way for way in WAYS if way != "micro-batch")
 
 
 def train(task: Task, client: Client) -> Update:

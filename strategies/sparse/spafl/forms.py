@@ -40,6 +40,7 @@ from piecework.training.loop import (
 )
 from piecework.training.memory_cap import MemoryCap
 from piecework.training.settings import Settings
+from piecework.training.settings.shared import WAYS
 from piecework.training.sgd import TrainingConfig
 
 WORTH = 0.75  # fraction of the parameters; a compact form that keeps more saves next to nothing
@@ -48,7 +49,7 @@ WORTH = 0.75  # fraction of the parameters; a compact form that keeps more saves
 class SparseModel(PieceModel):
     """All units of a model with thresholds, in masked or compact form, which count the MACs of their forward passes."""
 
-    ways = ("micro-batch",)
+    ways = tuple(way for way in WAYS if way != "recompute")  # a second forward pass would be counted twice
 
     def layers(self) -> list[Masked]:
         """Return the layers with thresholds, in order."""
