@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers import TRIO, fleet_json, model_of, run_local, same
 
 from piecework.server_app.records import RunDir
@@ -52,3 +53,18 @@ def test_boards_that_page_come_to_the_model_of_large_ones(tmp_path: Path) -> Non
                 assert client["train_loss"] == plain["train_loss"]
                 assert min(client["disk_read"], client["disk_written"]) > 0
                 assert (plain["step"], plain["disk_read"], plain["disk_written"]) == ("", 0, 0)
+
+
+@pytest.mark.parametrize("norms", ["measured", "static"])
+def test_statistics_that_are_measured_after_paged_steps(tmp_path: Path, norms: str) -> None:
+    """Two clients at a time, with their stores in one folder."""
+    runs = [
+        run_local(tmp_path / name, **PAGED | {"num_rounds": 1, "architecture__batch_norm": norms} | changes)
+        for name, changes in (("large", {"fleet": "unlimited"}), ("small", {"fleet": SMALL["fleet"], "workers": 2}))
+    ]
+    assert same(*map(model_of, runs))
+    plain, paged = (run.rounds()[0] for run in runs)
+    assert (plain["accuracy"], plain["loss"]) == (paged["accuracy"], paged["loss"])
+    assert {client["step"].partition(" ")[0] for client in paged["clients"]} == {"pages"}
+    for client in paged["clients"]:
+        assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]

@@ -2,8 +2,8 @@
 
 import gc
 import math
-from collections.abc import Sequence
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,21 @@ def test_micro_batches(size: int, attack: Attack | None, tmp_path: Path) -> None
     for name, value in plain.state.items():
         assert float((value - found.state[name]).norm()) <= 1e-5 * float(value.norm()) + 1e-7, name
     require_traced(blueprint, fitted, found)
+
+
+@pytest.mark.parametrize("micro_batch", [0, 5, 40])
+def test_fewer_examples_than_a_batch(micro_batch: int, tmp_path: Path) -> None:
+    """A client with 18 examples takes one step on all of them, within the bytes of a batch; micro-batches of 40 cut nothing."""
+    blueprint = blueprint_of("convnet", width=0.25, batch_norm="group")
+    config = a_training_config(64, lr=0.01)
+    fitted = replace(config, pages=pages_of(blueprint, 2), micro_batch=micro_batch, spilled=True)
+    plain, found = train(blueprint, config, tmp_path), train(blueprint, fitted, tmp_path)
+    assert len(found.losses) == 1
+    assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name, value in plain.state.items():
+        exact = torch.equal(value, found.state[name])
+        assert exact or (micro_batch == 5 and torch.allclose(value, found.state[name], rtol=1e-5, atol=1e-6)), name
+    assert found.peak <= paged_cost(blueprint, tuple(range(len(blueprint.atoms))), "head", fitted).peak_bytes
 
 
 @pytest.mark.parametrize("case", CASES)
