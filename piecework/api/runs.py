@@ -142,11 +142,11 @@ class Run:
 
         return export_run(self.path, format, None if to is None else Path(to))
 
-    def write_report(self) -> Path:
-        """Write one self-contained HTML page about the run, and return its file."""
+    def write_report(self, *, plotly: bool = True) -> Path:
+        """Write one self-contained HTML page about the run, and return its file; without `plotly`, one without figures."""
         from piecework.report.run_page import write_report
 
-        return write_report(self._folder)
+        return write_report(self._folder, plotly=plotly)
 
 
 @dataclass(frozen=True)

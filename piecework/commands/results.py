@@ -12,13 +12,19 @@ results = typer.Typer()
 
 
 @results.command()
-def report(run_dir: Path, as_json: Json = False) -> None:
+def report(
+    run_dir: Path,
+    without_plotly: Annotated[
+        bool, typer.Option("--without-plotly", help="tables and the picture of pieces only: 30 kB instead of 5 MB")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Write one self-contained HTML page about a run."""
     from piecework.report.run_page import write_report
     from piecework.server_app.records import RunDir
 
     with user_errors(as_json):
-        path = write_report(RunDir(run_dir))
+        path = write_report(RunDir(run_dir), plotly=not without_plotly)
         if as_json:
             print(json.dumps({"report": str(path)}))
         else:
@@ -28,7 +34,9 @@ def report(run_dir: Path, as_json: Json = False) -> None:
 @results.command()
 def compare(
     run_dirs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders in which runs are")],
-    curves: Annotated[str, typer.Option(help="also write accuracy curves to this .html file")] = "",
+    curves: Annotated[
+        str, typer.Option(help="also write a page with tables, curves and pictures to this .html file")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Show runs below each other; those that differ only in the seed have a mean and its spread too."""

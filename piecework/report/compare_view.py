@@ -1,6 +1,7 @@
 """Present runs side by side: tables with a row for each run, and a page with curves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +16,7 @@ from piecework.device_profiles.profile import format_bytes, format_percent
 from piecework.report import display
 from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures
 
-# The tables of a terminal of 80 columns, and their columns; a page has one table with all of them.
+# The tables, and their columns, as they fit a terminal of 80 columns.
 TABLES = {
     "accuracy": ("seed", "rounds", "at the end", "best (round)"),
     "under attack": (),  # whatever attacks there are
@@ -24,6 +25,7 @@ TABLES = {
     "messages and time": ("bytes down", "bytes up", "time", "simulated time"),
 }
 NAME = 24  # columns of a terminal that a run's name has at least
+LABEL = 64  # letters of a group's settings in the legend of a figure; the page lists them all
 MEAN = "mean"
 MEANS = "mean ± sample standard deviation of accuracies; the largest peak; mean bytes and times"
 
@@ -32,11 +34,7 @@ def compare_tables(groups: Sequence[Group]) -> list[Table | Text]:
     """Return what distinguishes the groups, and tables with a row for each run and one for the mean of several."""
     rows = compare_rows(groups)
     shown: list[Table | Text] = [Text(sentence) for sentence in legend(groups)]
-    for title, columns in TABLES.items():
-        known = [name for table in TABLES.values() for name in table]
-        chosen = [name for name in columns or [n for n in rows[0] if n not in (*known, "", "run")] if name in rows[0]]
-        if not chosen:
-            continue
+    for title, chosen in chosen_columns(rows[0]).items():
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
         table.add_column("")
         table.add_column("run", overflow="fold", min_width=NAME)
@@ -47,6 +45,14 @@ def compare_tables(groups: Sequence[Group]) -> list[Table | Text]:
             table.add_row(*(Text(row[name], style=style) for name in ("", "run", *chosen)))
         shown += [Text(), table]
     return shown
+
+
+def chosen_columns(row: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return which columns of a row each of TABLES has, by title; without tables that would have none."""
+    known = [name for columns in TABLES.values() for name in columns]
+    rest = [name for name in row if name not in (*known, "", "run")]
+    found = {title: [name for name in columns or rest if name in row] for title, columns in TABLES.items()}
+    return {title: columns for title, columns in found.items() if columns}
 
 
 def legend(groups: Sequence[Group]) -> list[str]:
@@ -141,13 +147,14 @@ def format_size(amount: float | None) -> str:
 
 
 def write_curves(groups: Sequence[Group], path: Path) -> Path:
-    """Write one page with accuracy over rounds and over bytes. Raises ReportError without plotly."""
+    """Write one page: the runs in a table, accuracy over rounds and bytes, and what it cost. Raises ReportError."""
     write_atomically(path, curves_html(groups).encode())
     return path
 
 
 def curves_html(groups: Sequence[Group], above: str = "") -> str:
     """Return that page, with the HTML `above` before its heading. Raises ReportError without plotly."""
+    from piecework.report.compare_pictures import pictures
     from piecework.report.page import Section, page, sections_html, table
 
     caption = (
@@ -156,16 +163,21 @@ def curves_html(groups: Sequence[Group], above: str = "") -> str:
     of_bytes = "The same, over the mean bytes of training messages (down and up, all clients) until the round."
     rows = compare_rows(groups)
     settings = "".join(f"<p>{escape(sentence)}</p>" for sentence in legend(groups))
-    shown = []
+    tables = []
+    for title, columns in chosen_columns(rows[0]).items():
+        names = ["", "run", *columns]
+        tables.append(f"<h3>{escape(title)}</h3>{table(([row[name] for name in names] for row in rows), names)}")
+    listed = f'<div class="figures">{"".join(tables)}</div>'
+    shown = [Section("Runs", f"{MEANS[0].upper()}{MEANS[1:]}.", below=listed)]
     for key, name in ACCURACIES.items():
         if any(run.curves[key] for group in groups for run in group.runs):
             shown += [
-                Section(f"{name} over rounds", caption, curves_figure(groups, key, over_bytes=False)),
-                Section(f"{name} over bytes", of_bytes, curves_figure(groups, key, over_bytes=True)),
+                Section(f"{name} over rounds", caption, partial(curves_figure, groups, key, over_bytes=False)),
+                Section(f"{name} over bytes", of_bytes, partial(curves_figure, groups, key, over_bytes=True)),
             ]
-    shown = shown or [Section("Accuracy", "No round of these runs was evaluated.")]
-    listed = table(([row[name] for name in rows[0]] for row in rows), list(rows[0]))
-    shown.append(Section("Runs", f"{MEANS[0].upper()}{MEANS[1:]}.", below=listed))
+    if len(shown) == 1:
+        shown.append(Section("Accuracy", "No round of these runs was evaluated."))
+    shown += pictures(groups, [curve_name(mark, group) for mark, group in zip(marks(groups), groups, strict=True)])
     return page("Piecework: runs compared", f"{above}<h1>Runs compared</h1>{settings}{sections_html(shown)}")
 
 
@@ -192,9 +204,10 @@ def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any
 
 
 def curve_name(mark: str, group: Group) -> str:
-    """Return the name of a group's curve: its mark, its settings, and its run or how many it has."""
+    """Return the name of a group's curve: its mark, its first settings, and its run or how many it has."""
     runs = group.runs[0].path.name if len(group.runs) == 1 else f"{len(group.runs)} runs"
-    return f"{mark}: {group.label} ({runs})"
+    label = group.label if len(group.label) <= LABEL else f"{group.label[:LABEL].rpartition(' ')[0]} …"
+    return f"{mark}: {label} ({runs})"
 
 
 def mean_curve(group: Group, key: str, over_bytes: bool) -> list[tuple[float, float, float, float]]:

@@ -1,6 +1,7 @@
 """Draw the panels that a method declares (strategies/panels.py): curves and cells as figures, and tables."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from piecework.report.display import Record
@@ -25,7 +26,7 @@ SHADES = [[0.0, "rgba(0,114,178,0.1)"], [1.0, COLOURS[0]]]
 
 def section(panel: Panel, rounds: Sequence[Record]) -> Section:
     """Return a panel as a section of the page."""
-    figure = figure_of(panel, rounds) if panel.plots else None
+    figure = partial(figure_of, panel, rounds) if panel.plots else None
     below = f'<div class="stages">{table(panel.rows, panel.columns)}</div>' if panel.columns else ""
     return Section(panel.title, panel.sentence, figure, below)
 

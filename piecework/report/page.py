@@ -4,13 +4,14 @@ Figures are aggregated, so a page is hardly larger than its one copy of plotly.j
 records is escaped.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from typing import Any
 
 from piecework.report.display import Record
+from piecework.report.in_words import in_words
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish. Yellow is too pale on white, and black is nothing on a
 # dark page: brown and grey are seen on both.
@@ -32,6 +33,7 @@ body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink); 
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; break-after: avoid; overflow-wrap: anywhere; }
+h3 { font-size: 1rem; margin: 1rem 0 0; }
 h1 small { font-size: .9rem; font-weight: normal; padding: .15rem .6rem; border: 1px solid; border-radius: 1rem;
   white-space: nowrap; vertical-align: middle; }
 .completed { color: var(--good); } .failed { color: var(--bad); } .unfinished, .stopped { color: var(--soft); }
@@ -41,11 +43,14 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem 1rem; borde
 .scroll { overflow-x: auto; } .scroll thead ~ tbody td { overflow-wrap: normal; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); }
-th, td:first-child, .memory td, .stages td:not(:last-child) { white-space: nowrap; } td { overflow-wrap: anywhere; }
+th, td:first-child, .memory td, .figures td, .stages td:not(:last-child) { white-space: nowrap; }
+td { overflow-wrap: anywhere; }
 tbody th { font-weight: normal; color: var(--soft); }
 p { color: var(--soft); margin: .2rem 0 .6rem; overflow-wrap: anywhere; }
 p strong { color: var(--ink); } p.says { color: var(--ink); font-size: 1.1rem; margin: .2rem 0 1rem; }
 section { break-inside: avoid; } summary { cursor: pointer; } figure { margin: 0; }
+svg.grid { display: block; font-size: 12px; } .grid text { fill: var(--ink); } .grid .on-full { fill: var(--on-full); }
+.grid .full { fill: var(--full); } .grid .empty { fill: var(--empty); }
 .js-plotly-plot text:not(.hoverlayer text) { fill: var(--ink) !important; }
 .js-plotly-plot :is(.gridlayer, .zerolinelayer) path { stroke: var(--line) !important; }
 @media print { body { margin: 0; zoom: .74; } details::details-content { content-visibility: visible; } }
@@ -69,12 +74,17 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, a caption, the figure (None if there is nothing to show), and HTML below it."""
+    """A heading, a caption, what draws the figure (None if there is nothing to show), and HTML below it."""
 
     heading: str
     caption: str
-    figure: Any = None
+    figure: Callable[[], Any] | None = None
     below: str = ""
+
+    @property
+    def drawn(self) -> Any:
+        """The figure."""
+        return None if self.figure is None else self.figure()
 
 
 def graph_objects() -> Any:
@@ -82,7 +92,9 @@ def graph_objects() -> Any:
     try:
         import plotly.graph_objects
     except ImportError as error:
-        raise ReportError("figures need plotly: pip install 'piecework[report]'") from error
+        raise ReportError(
+            "figures need plotly: pip install 'piecework[report]', or leave them out: --without-plotly"
+        ) from error
     return plotly.graph_objects
 
 
@@ -148,18 +160,33 @@ def mark_stages(figure: Any, rounds: Sequence[Record]) -> Any:
     return figure.update_layout(shapes=lines)
 
 
-def sections_html(sections: Iterable[Section]) -> str:
-    """Return the sections below each other; the first figure includes plotly.js."""
-    parts, script = [], True
+def sections_html(sections: Iterable[Section], *, plotly: bool = True) -> str:
+    """Return the sections below each other; the first figure includes plotly.js.
+
+    Without `plotly` no figure is drawn: sections that have nothing else are named in a sentence.
+    """
+    parts, script, left_out = [], True, []
     for number, section in enumerate(sections):
+        if section.figure is not None and not plotly:
+            left_out.append(section.heading)
+            if not section.below:
+                continue
         parts.append(f"<section><h2>{escape(section.heading)}</h2><p>{escape(section.caption)}</p>")
-        if section.figure is not None:
-            section.figure.update_layout(LAYOUT, height=section.figure.layout.height or height(section.figure))
-            options = {"full_html": False, "include_plotlyjs": script, "div_id": f"figure-{number}"}
-            parts.append(section.figure.to_html(**options, config={"displayModeBar": False, "responsive": True}))
+        if section.figure is not None and plotly:
+            parts.append(figure_html(section.drawn, section.heading, number, script))
             script = False
         parts.append(f"{section.below}</section>")
+    if left_out:
+        parts.append(f"<p>Figures that this page leaves out (--without-plotly): {escape(', '.join(left_out))}.</p>")
     return "\n".join(parts)
+
+
+def figure_html(figure: Any, heading: str, number: int, script: bool) -> str:
+    """Return a figure with its text alternative, and with plotly.js if that is asked for."""
+    figure.update_layout(LAYOUT, height=figure.layout.height or height(figure), showlegend=len(figure.data) > 1)
+    options = {"full_html": False, "include_plotlyjs": script, "div_id": f"figure-{number}"}
+    drawn = figure.to_html(**options, config={"displayModeBar": False, "responsive": True})
+    return f'<figure role="img" aria-label="{escape(in_words(figure, heading))}">{drawn}</figure>'
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:

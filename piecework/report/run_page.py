@@ -1,66 +1,75 @@
 """One HTML page per run: tables and figures from the round records and the evaluation of the trained model."""
 
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from piecework.client_app.disk import write_atomically
-from piecework.device_profiles.profile import format_bytes, format_percent, is_limit
+from piecework.device_profiles.profile import format_bytes, format_percent
 from piecework.planning.coverage import consecutive
 from piecework.report import display
 from piecework.report.compare import fleet_name
 from piecework.report.display import Record
 from piecework.report.draw_panels import section
+from piecework.report.first_sentence import first_sentence
 from piecework.report.page import (
-    COLOURS,
-    MARKS,
     Section,
     bars,
-    escape_label,
-    graph_objects,
-    line,
-    mark_stages,
-    over_rounds,
     page,
     sections_html,
-    subplots,
     table,
 )
 from piecework.report.read_records import read_coverage, read_final, read_models, read_rounds, with_details
+from piecework.report.run_figures import (
+    bytes_figure,
+    device_figure,
+    disk_figure,
+    draw_curves,
+    failure_figure,
+    memory_figure,
+    rate_figure,
+)
 from piecework.report.under_attack import final_section, is_adversarial, robust_curves
+from piecework.report.who_trained import who_trained
 from piecework.server_app.failures import excluded_classes, failures
 from piecework.server_app.records import RunDir
 from piecework.server_app.summary import disk_use, peak_over_budget, trained_parts
 from piecework.strategies.panels import panels_of
 
+LISTED = 100  # rounds of a table
 
-def write_report(run_dir: RunDir) -> Path:
-    """Write `<run>/report.html`. Raises CheckpointError if there is no run, ReportError without plotly."""
+
+def write_report(run_dir: RunDir, *, plotly: bool = True) -> Path:
+    """Write `<run>/report.html`, without interactive figures and their 5 MB if not `plotly`.
+
+    Raises CheckpointError if there is no run, ReportError if plotly is wanted and missing.
+    """
     path = run_dir.path / "report.html"
-    write_atomically(path, report_html(run_dir).encode())
+    write_atomically(path, report_html(run_dir, plotly=plotly).encode())
     return path
 
 
-def report_html(run_dir: RunDir, above: str = "") -> str:
+def report_html(run_dir: RunDir, above: str = "", *, plotly: bool = True) -> str:
     """Return the page about a run, with the HTML `above` before its heading. Raises CheckpointError, ReportError."""
     with with_details(run_dir):
-        content = _content(run_dir)
+        content = _content(run_dir, plotly)
     return page(f"{run_dir.path.name}: Piecework", f"{above}{content}")
 
 
-def _content(run_dir: RunDir) -> str:
+def _content(run_dir: RunDir, plotly: bool) -> str:
     """Return the HTML of a run's tables and figures."""
-    settings, rounds = run_dir.settings(), read_rounds(run_dir)
+    settings, rounds, final = run_dir.settings(), read_rounds(run_dir), read_final(run_dir)
     status, reason, seconds = display.how_it_ended(run_dir, rounds)
     found = sections(run_dir, settings, rounds) or [Section("Rounds", "No round was finished.")]
     parts = [
         f'<h1>{escape(run_dir.path.name)} <small class="{escape(status)}">{escape(status)}</small></h1>',
+        f'<p class="says">{escape(first_sentence(settings, rounds, final, status))}</p>',
         f"<pre>{escape(reason)}</pre>" if reason else "",
         *(f"<p><strong>{escape(text)}</strong></p>" for text in excluded_classes(rounds).values()),
-        table(overview(settings, rounds, read_final(run_dir), read_models(run_dir), seconds)),
-        sections_html(found),
+        table(overview(settings, rounds, final, read_models(run_dir), seconds)),
+        sections_html(found, plotly=plotly),
         "<h2>Settings</h2><details><summary>all settings of the run</summary>",
         table((key, str(value)) for key, value in settings.items()),
         "</details>",
@@ -116,26 +125,50 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
     else:
         where = "the clients' own parts of the test data" if rounds[-1].get("personal") else "the central test data"
         caption = f"On {where}; training loss: mean of the clients."
-        found.append(Section("Accuracy and loss", caption, draw_curves(rounds)))
+        found.append(Section("Accuracy and loss", caption, partial(draw_curves, rounds)))
     found += [section(panel, rounds) for panel in panels_of(str(settings["strategy"]), rounds, settings)]
-    by_device = device_figure(rounds)
-    if by_device or not robust:  # adversarial training validates after averaging
-        found.append(device_section(by_device))
+    if any(r["accuracy_by_device"] for r in rounds) or not robust:  # adversarial training validates after averaging
+        found.append(device_section(rounds))
+    if picture := who_trained(rounds):
+        found.insert(1, picture)
     if parts := trained_parts(rounds):
         found.append(trained_section(parts, read_coverage(run_dir)))
     found += [memory_section(rounds), bytes_section(rounds), *disk_section(rounds), failure_section(rounds)]
-    return [*found, time_section(rounds), *rate_section(rounds)]
+    return [*found, time_section(rounds), *rate_section(rounds), rounds_section(rounds)]
 
 
-def device_section(by_device: Any) -> Section:
+def rounds_section(rounds: Sequence[Record]) -> Section:
+    """Return a table of the rounds, closed at first: at most LISTED of them, evenly chosen, with the last."""
+    step = -(-len(rounds) // LISTED)
+    chosen = rounds[(len(rounds) - 1) % step :: step]
+    rows = [
+        (
+            f"{r['round']}{' ' + r['stage'] if r['stage'] else ''}",
+            format_percent(r["accuracy"]),
+            "-" if r["loss"] is None else f"{r['loss']:.3f}",
+            "-" if r["train_loss"] is None else f"{r['train_loss']:.3f}",
+            f"{r['answered']} of {r['asked']}",
+            display.format_seconds(r["seconds"]),
+        )
+        for r in chosen
+    ]
+    names = ("round", "accuracy", "test loss", "training loss", "clients that answered", "time")
+    which = "every round" if step == 1 else f"one of every {step} rounds"
+    below = f"<details><summary>{which} in a table</summary>{table(rows, names)}</details>"
+    return Section("Rounds", "The figures behind the curves.", below=below)
+
+
+def device_section(rounds: Sequence[Record]) -> Section:
     """Return the section of validation before aggregation."""
+    by_device = any(r["accuracy_by_device"] for r in rounds)
     caption = (
         "After local training, before averaging, on the clients' own validation data; over all validation examples of the "
         "clients that a class had in the round."
         if by_device
         else "No client reported a validation accuracy."
     )
-    return Section("Validation accuracy by device class", caption, by_device)
+    figure = partial(device_figure, rounds) if by_device else None
+    return Section("Validation accuracy by device class", caption, figure)
 
 
 def memory_section(rounds: Sequence[Record]) -> Section:
@@ -149,14 +182,15 @@ def memory_section(rounds: Sequence[Record]) -> Section:
     below = f'<div class="memory">{table(display.memory_rows(rounds), display.MEMORY_COLUMNS)}</div>'
     if steps := display.step_rows(rounds):
         below += f"<p>How steps fit these budgets (memory.fit):</p>{table(steps, display.STEP_COLUMNS)}"
-    return Section("Training memory by client", caption, memory_figure(rounds), below)
+    return Section("Training memory by client", caption, partial(memory_figure, rounds), below)
 
 
 def bytes_section(rounds: Sequence[Record]) -> Section:
     """Return the section of message bytes."""
     caption = "Training messages of all clients; evaluation messages apart"
     query = ", and those before a stage, by which all clients measure what it starts from"
-    return Section("Bytes per round", caption + (query if query_bytes(rounds) else "") + ".", bytes_figure(rounds))
+    caption += f"{query if query_bytes(rounds) else ''}."
+    return Section("Bytes per round", caption, partial(bytes_figure, rounds))
 
 
 def disk_section(rounds: Sequence[Record]) -> list[Section]:
@@ -165,13 +199,7 @@ def disk_section(rounds: Sequence[Record]) -> list[Section]:
     if not any(uses):
         return []
     caption = "What the steps of all clients that page read from their disks and wrote to them; writing wears flash."
-    names = {"read": "read", "written": "written", "written by one client": "most_written"}
-    figure = graph_objects().Figure()
-    for i, (name, key) in enumerate(names.items()):
-        points = [(record["round"], use.get(key, 0)) for record, use in zip(rounds, uses, strict=True)]
-        figure.add_trace(line(points, name, i))
-    figure.update_yaxes(title="bytes", tickformat="~s", ticksuffix="B", rangemode="tozero")
-    return [Section("Bytes on disks per round", caption, over_rounds(figure, rounds))]
+    return [Section("Bytes on disks per round", caption, partial(disk_figure, rounds, uses))]
 
 
 def query_bytes(rounds: Sequence[Record]) -> int:
@@ -193,7 +221,7 @@ def failure_section(rounds: Sequence[Record]) -> Section:
         ("device", "failed", "reason"),
     )
     below = by_device + table(display.reasons(rounds), ("status", "count", "reason (the first of its kind)"))
-    return Section("Failures", caption, failure_figure(rounds), below)
+    return Section("Failures", caption, partial(failure_figure, rounds), below)
 
 
 def rate_section(rounds: Sequence[Record]) -> list[Section]:
@@ -201,9 +229,7 @@ def rate_section(rounds: Sequence[Record]) -> list[Section]:
     points = [(r["round"], r["lr"]) for r in rounds if "lr" in r]
     if not points:
         return []
-    figure = over_rounds(graph_objects().Figure([line(points, "learning rate", 0)]), rounds)
-    figure.update_yaxes(title="learning rate", rangemode="tozero")
-    return [Section("Learning rate", f"{rate_plan(rounds)}.", mark_stages(figure, rounds))]
+    return [Section("Learning rate", f"{rate_plan(rounds)}.", partial(rate_figure, rounds, points))]
 
 
 def rate_plan(rounds: Sequence[Record]) -> str:
@@ -241,80 +267,4 @@ def time_section(rounds: Sequence[Record]) -> Section:
     if not any(simulated):
         return Section(heading, "No simulated times were recorded.")
     caption = "The slowest client's time by the fleet's speeds and bandwidths, not the time of this emulation."
-    return Section(heading, caption, bars(rounds, {"seconds": simulated}, "seconds"))
-
-
-def draw_curves(rounds: Sequence[Record]) -> Any:
-    """Draw accuracy above loss; rounds without evaluation have no point."""
-    figure = subplots(2)
-    lines = (
-        ("accuracy", "mean accuracy on own test data" if rounds[-1].get("personal") else "test accuracy", 1),
-        ("client_accuracy", "accuracy on the clients", 1),
-        ("loss", "test loss", 2),
-        ("train_loss", "training loss", 2),
-    )
-    for i, (key, name, panel) in enumerate(lines):
-        points = [(r["round"], r[key]) for r in rounds if r[key] is not None]
-        if points:
-            figure.add_trace(line(points, name, i), row=panel, col=1)
-    figure.update_yaxes(title="accuracy", tickformat="~%", rangemode="nonnegative", row=1)
-    figure.update_yaxes(title="loss", rangemode="tozero", row=2)
-    return mark_stages(over_rounds(figure, rounds), rounds)
-
-
-def device_figure(rounds: Sequence[Record]) -> Any:
-    """Draw validation accuracy by device class; None if no round has a figure."""
-    figure = graph_objects().Figure()
-    for i, device in enumerate(devices(rounds)):
-        points = [(r["round"], r["accuracy_by_device"][device]) for r in rounds if device in r["accuracy_by_device"]]
-        if points:
-            figure.add_trace(line(points, device, i))
-    figure.update_yaxes(title="validation accuracy", tickformat="~%", rangemode="nonnegative")
-    return over_rounds(figure, rounds) if figure.data else None
-
-
-def memory_figure(rounds: Sequence[Record]) -> Any:
-    """Draw measured peaks as bars, and predictions, budgets and the needs of refused clients as marks."""
-    rows = display.closest_to_budget(rounds)
-    needed = {row["client"]: 0 for row in rows}
-    for row in (row for record in rounds for row in record["clients"]):
-        needed[row["client"]] = max(needed[row["client"]], row["needed"])
-    figure, width = graph_objects().Figure(), max(4, min(30, 330 // len(rows)))
-    for i, device in enumerate(devices(rounds)):
-        own = {str(row["client"]): row["measured_peak"] for row in rows if row["device"] == device}
-        figure.add_bar(x=[*own], y=[*own.values()], name=escape_label(device), marker_color=COLOURS[i % len(COLOURS)])
-    marks = (
-        ("budget", "line-ew-open", width, {row["client"]: row["budget"] for row in rows if is_limit(row["budget"])}),
-        ("predicted peak", "diamond-open", min(8, width + 1), {row["client"]: row["predicted_peak"] for row in rows}),
-        ("in evaluation", "circle-open", min(8, width + 1), {r["client"]: r.get("evaluation_peak", 0) for r in rows}),
-        ("needed (refused)", "x-thin-open", min(9, width + 1), needed),
-    )
-    for name, symbol, size, values in marks:
-        seen = {str(client): value for client, value in values.items() if value}
-        marker = {"symbol": symbol, "size": size, "color": MARKS, "line": {"width": 2}}
-        if seen:
-            figure.add_scatter(x=[*seen], y=[*seen.values()], name=name, mode="markers", marker=marker)
-    order = [str(row["client"]) for row in rows]
-    figure.update_xaxes(title="client", type="category", categoryorder="array", categoryarray=order, nticks=25)
-    figure.update_yaxes(title="training memory", tickformat="~s", ticksuffix="B", rangemode="tozero")
-    return figure.update_layout(barmode="overlay", bargap=0.3)
-
-
-def bytes_figure(rounds: Sequence[Record]) -> Any:
-    """Draw stacked bytes: down, up, evaluation, and before a stage."""
-    names = {"down": "bytes_down", "up": "bytes_up", "evaluation": "bytes_evaluation", "before a stage": "bytes_query"}
-    values = {name: [r.get(key, 0) for r in rounds] for name, key in names.items()}
-    figure = bars(rounds, {name: v for name, v in values.items() if any(v)}, "bytes")
-    return figure.update_yaxes(tickformat="~s", ticksuffix="B")
-
-
-def failure_figure(rounds: Sequence[Record]) -> Any:
-    """Draw failures stacked by status."""
-    statuses = sorted({c["status"] for r in rounds for c in r["clients"] if c["status"] != "ok"})
-    counts = {s: [sum(c["status"] == s for c in r["clients"]) for r in rounds] for s in statuses}
-    return bars(rounds, counts, "clients").update_yaxes(tickformat="d")
-
-
-def devices(rounds: Sequence[Record]) -> list[str]:
-    """List the device classes; the position of a name determines its colour."""
-    return sorted({client["device"] for record in rounds for client in record["clients"]})
+    return Section(heading, caption, partial(bars, rounds, {"seconds": simulated}, "seconds"))

@@ -1,8 +1,10 @@
 """The report's sections of adversarial training: the trained model under attack, and robustness over the rounds."""
 
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from piecework.device_profiles.profile import format_percent
 from piecework.models.model_file import description
@@ -75,21 +77,6 @@ def which_model(path: Path) -> str:
 def robust_curves(rounds: Sequence[Record], settings: Record) -> list[Section]:
     """Return the sections of clean and adversarial accuracy below each other, and of the losses."""
     steps, images = settings["evaluation.attack-steps"], settings["evaluation.attack-examples"]
-    shown = [p for p in CLEAN_AND_ATTACKED if any(r.get(key) is not None for r in rounds for key in p[1:])]
-    titles = [title for title, _, _ in shown]
-    figure = subplots(len(shown), subplot_titles=titles)
-    for panel, (_, *keys) in enumerate(shown, start=1):
-        for i, (key, name) in enumerate(zip(keys, ("clean", f"under PGD-{steps}"), strict=True)):
-            if points := [(r["round"], r[key]) for r in rounds if r.get(key) is not None]:
-                first = not any(trace.name == name for trace in figure.data)
-                trace = line(points, name, (2, 4)[i]).update(legendgroup=name, showlegend=first)
-                figure.add_trace(trace, row=panel, col=1)
-    figure.update_yaxes(title="accuracy", tickformat="~%", rangemode="tozero")
-    losses = graph_objects().Figure()
-    for i, (key, name) in enumerate((("loss", "test loss"), ("train_loss", "training loss"))):
-        if points := [(r["round"], r[key]) for r in rounds if r[key] is not None]:
-            losses.add_trace(line(points, name, i))
-    losses.update_yaxes(title="loss", rangemode="tozero")
     of_modules = (
         " Of the modules up to the one in training, with its head; dashed: one module was fixed, the next began."
         if any(r.get("modules", 1) > 1 for r in rounds)
@@ -103,7 +90,31 @@ def robust_curves(rounds: Sequence[Record], settings: Record) -> list[Section]:
         Section(
             "Accuracy, clean and under attack",
             f"Test data: all images, attacked at most {images}. Validation data: what clients held back." + of_modules,
-            mark_stages(over_rounds(figure, rounds), rounds),
+            partial(draw_accuracies, rounds, steps),
         ),
-        Section("Loss", f"{trained}.", mark_stages(over_rounds(losses, rounds), rounds)),
+        Section("Loss", f"{trained}.", partial(draw_losses, rounds)),
     ]
+
+
+def draw_accuracies(rounds: Sequence[Record], steps: int) -> Any:
+    """Draw clean and adversarial accuracy, on the test data and on the clients' data below each other."""
+    shown = [p for p in CLEAN_AND_ATTACKED if any(r.get(key) is not None for r in rounds for key in p[1:])]
+    figure = subplots(len(shown), subplot_titles=[title for title, _, _ in shown])
+    for panel, (_, *keys) in enumerate(shown, start=1):
+        for i, (key, name) in enumerate(zip(keys, ("clean", f"under PGD-{steps}"), strict=True)):
+            if points := [(r["round"], r[key]) for r in rounds if r.get(key) is not None]:
+                first = not any(trace.name == name for trace in figure.data)
+                trace = line(points, name, (2, 4)[i]).update(legendgroup=name, showlegend=first)
+                figure.add_trace(trace, row=panel, col=1)
+    figure.update_yaxes(title="accuracy", tickformat="~%", rangemode="tozero")
+    return mark_stages(over_rounds(figure, rounds), rounds)
+
+
+def draw_losses(rounds: Sequence[Record]) -> Any:
+    """Draw the clean test loss and the clients' training loss."""
+    figure = graph_objects().Figure()
+    for i, (key, name) in enumerate((("loss", "test loss"), ("train_loss", "training loss"))):
+        if points := [(r["round"], r[key]) for r in rounds if r[key] is not None]:
+            figure.add_trace(line(points, name, i))
+    figure.update_yaxes(title="loss", rangemode="tozero")
+    return mark_stages(over_rounds(figure, rounds), rounds)

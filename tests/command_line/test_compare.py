@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from report_helpers import client, make_run, refused, round_record, text_of, two
 
 from piecework.device_profiles.fleet import load_fleet
 from piecework.report.compare import compare_json, fleet_names, group_runs
-from piecework.report.compare_view import compare_tables, marks, write_curves
+from piecework.report.compare_pictures import pictures
+from piecework.report.compare_view import compare_tables, curve_name, marks, write_curves
 from piecework.report.display import disk_rows
+from piecework.report.in_words import in_words
 from piecework.report.page import LAYOUT, Section, escape_label, height, line, sections_html, subplots, table
 from piecework.report.run_page import write_report
 from piecework.server_app.summary import disk_use_of_rounds
@@ -114,7 +117,7 @@ def test_panels_have_the_whole_width_and_the_legend_room_below() -> None:
     for number, name in enumerate(("short", "x" * 100)):
         figure.add_trace(line([(1, 0.5)], name, number), row=1, col=1)
     assert height(figure) == alone + 20 + 3 * 20  # 700 pixels of letters take three lines of a telephone
-    html = sections_html([Section("a", "b", figure)])
+    html = sections_html([Section("a", "b", lambda: figure)])
     assert f'"height":{height(figure)}' in html
 
 
@@ -167,3 +170,29 @@ def test_what_paged_steps_move_is_told_where_steps_page(tmp_path: Path) -> None:
     pages = [write_report(run).read_text("utf-8") for run in (paged, plain)]
     assert ["Bytes on disks per round" in page for page in pages] == [True, False]
     assert "<th>Disk written</th><td>4.5 MB a round, by one client at most 4 MB</td>" in pages[0]
+
+
+def test_pictures_of_what_accuracy_costs(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    runs = [
+        make_run(tmp_path / "a", two_rounds(0.25, 0.5)),
+        make_run(tmp_path / "b", two_rounds(0.5, 0.75, measured_peak=950), training__lr=0.2),
+        make_run(tmp_path / "none", two_rounds(None), training__lr=0.3),
+    ]
+    memory, time = pictures(group_runs(runs), ["A", "B", "C"])
+    assert (memory.heading, time.heading) == ("Accuracy against memory", "Accuracy against simulated time")
+    points = [[(trace.name, *trace.x, *trace.y, *trace.text) for trace in each.drawn.data] for each in (memory, time)]
+    assert points == [
+        [("A", 900, 0.5, "a"), ("B", 950, 0.75, "b")],
+        [("A", 6.0, 0.5, "a"), ("B", 6.0, 0.75, "b")],  # two rounds of 3 s
+    ]
+    assert in_words(memory.drawn, memory.heading) == (
+        "Accuracy against memory: A 50.0% (largest measured peak 900 B); B 75.0% (largest measured peak 950 B)."
+    )
+    assert "under attack" not in memory.caption
+
+
+def test_long_settings_are_cut_in_the_legend_of_a_figure(tmp_path: Path) -> None:
+    (group,) = group_runs([make_run(tmp_path / "a", two_rounds(0.5))])
+    many = replace(group, label=" ".join(f"key{n}=value" for n in range(20)))
+    assert curve_name("A", many) == f"A: {' '.join(f'key{n}=value' for n in range(5))} … (a)"

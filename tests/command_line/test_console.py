@@ -77,7 +77,7 @@ def test_commands_show_names_and_paths(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(base.out, "_width", 300)  # or long paths, as of parallel tests, are broken within the table
     monkeypatch.setattr("piecework.plans.plan_view.draw", lambda plan, path: None)
-    monkeypatch.setattr("piecework.report.run_page.write_report", lambda run_dir: run_dir.path / "report.html")
+    monkeypatch.setattr("piecework.report.run_page.write_report", lambda run_dir, plotly: run_dir.path / "report.html")
     speeds = '"memory-ratio": 3.0, "flops": 1e9, "bandwidth": 1e6, "disk-bandwidth": 1e7'
     fleet = f'{{"name": "f[/a]", "assignment": "round-robin", "device": [{{"name": "d[/a][red]", {speeds}}}]}}'
     data = f"--dataset=npz:{few_digits()}"

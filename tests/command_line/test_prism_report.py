@@ -30,7 +30,7 @@ def rounds() -> list[dict[str, Any]]:
 
 def test_ranks_and_draws() -> None:
     (panel,) = panels(rounds(), {})
-    traces = section(panel, rounds()).figure.data
+    traces = section(panel, rounds()).drawn.data
     assert [(trace.name, list(trace.x), list(trace.y), trace.xaxis) for trace in traces] == [
         ("atoms.1.conv", [1, 2], [1.0, 0.5], "x"),
         ("atoms.2.conv", [1, 2], [0.75, 0.75], "x"),

@@ -38,7 +38,7 @@ def rounds() -> list[dict[str, Any]]:
 
 def test_lines_end_where_a_part_of_the_run_does() -> None:
     (panel,) = panels(rounds(), SETTINGS)
-    found = {trace.name: (list(trace.x), list(trace.y)) for trace in section(panel, rounds()).figure.data}
+    found = {trace.name: (list(trace.x), list(trace.y)) for trace in section(panel, rounds()).drawn.data}
     assert found == {
         "effective movement": ([2, 3, 4, 4.5, 5.5, 7, 7.5], [1.0, 0.75, 0.75, None, None, 0.5, None]),
         "slope, its size": ([3, 4, 4.5, 5.5, 7.5], [0.25, 0.01, None, None, None]),

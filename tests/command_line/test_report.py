@@ -200,7 +200,7 @@ def test_curves(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / f"s{seed}", two_rounds(0.2 * seed, None, 0.3 * seed), seed=seed) for seed in (1, 2)]
     page = write_curves(group_runs(runs), tmp_path / "curves.html").read_text(encoding="utf-8")
     assert_self_contained(page)
-    data = page[page.rindex("Plotly.newPlot(") :]
+    data = page[page.index("<h2>Accuracy over bytes</h2>") :]
     assert '"x":[30.0,90.0]' in data  # a round moves 2 * 10 bytes down and 2 * 5 up
     means = json.loads(
         data[data.index('"y":[', data.index('"y":[', data.index('"y":[') + 1) + 1) + 4 :].split("]")[0] + "]"

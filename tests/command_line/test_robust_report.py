@@ -101,19 +101,19 @@ def series(figure: Any) -> list[tuple[str, list[float], list[float | None]]]:
 
 def test_curves_clean_and_under_attack() -> None:
     accuracy, loss = robust_curves(cascade_rounds(), SETTINGS)
-    assert series(accuracy.figure) == [
+    assert series(accuracy.drawn) == [
         ("clean", [2, 4], [0.5, 0.5]),
         ("under PGD-20", [2, 4], [0.25, 0.25]),
         ("clean", [1, 2, 3, 4], [0.5] * 4),
         ("under PGD-20", [1, 2, 3, 4], [0.375] * 4),
     ]
-    assert [note.text for note in accuracy.figure.layout.annotations] == [
+    assert [note.text for note in accuracy.drawn.layout.annotations] == [
         "on the test data",
         "on the clients' validation data",
     ]
     # a dashed line in either panel, between rounds 2 and 3
-    assert [(shape.x0, shape.line.dash) for shape in accuracy.figure.layout.shapes] == [(2.5, "dash")] * 2
-    assert [(shape.x0, shape.line.dash) for shape in loss.figure.layout.shapes] == [(2.5, "dash")]
+    assert [(shape.x0, shape.line.dash) for shape in accuracy.drawn.layout.shapes] == [(2.5, "dash")] * 2
+    assert [(shape.x0, shape.line.dash) for shape in loss.drawn.layout.shapes] == [(2.5, "dash")]
     assert "of adversarial examples (clean ones in warm-up rounds)." in loss.caption
 
 
@@ -124,7 +124,7 @@ def test_losses_of_plain_clients_are_said_to_be_clean() -> None:
 
 def test_the_perturbation_is_shown_where_there_was_an_attack() -> None:
     perturbation, _ = panels(cascade_rounds(), SETTINGS)
-    assert series(section(perturbation, cascade_rounds()).figure) == [
+    assert series(section(perturbation, cascade_rounds()).drawn) == [
         ("epsilon, features (L2)", [2.5, 3, 4, 4.5], [None, 0.5, 0.6, None]),
         ("epsilon, images (L-infinity)", [2, 2.5, 4.5], [0.03, None, None]),
         ("alpha", [2.5, 3, 4, 4.5], [None, 0.25, 0.3, None]),
@@ -139,7 +139,7 @@ def test_the_perturbation_is_shown_where_there_was_an_attack() -> None:
 
 def test_who_trained_which_part() -> None:
     _, depths = panels(cascade_rounds(), SETTINGS)
-    (heatmap,) = section(depths, cascade_rounds()).figure.data
+    (heatmap,) = section(depths, cascade_rounds()).drawn.data
     assert list(heatmap.x) == ["module 1", "module 2"]
     assert [list(row) for row in heatmap.z] == [
         [pytest.approx(1), None],
@@ -154,7 +154,7 @@ def test_who_trained_which_part() -> None:
     ]
     nobody = [robust_round(1, 1, [client(0, status="memory", pieces=[])])]
     assert depth_rows(nobody) == []
-    assert section(panels(nobody, SETTINGS)[1], nobody).figure.data[0].z is not None
+    assert section(panels(nobody, SETTINGS)[1], nobody).drawn.data[0].z is not None
 
 
 def test_page_with_the_final_evaluation(tmp_path: Path) -> None:

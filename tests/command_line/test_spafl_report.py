@@ -30,14 +30,14 @@ def test_rows_and_lines() -> None:
     assert rows(rounds()) == [("atoms.0.conv", "2", "100.0%", "75.0%", "75.0%", "0.02")]
     panel = density_panel(rounds())
     assert "the mean density over layers is 80.0%" in panel.sentence
-    assert [(list(trace.x), list(trace.y)) for trace in section(panel, rounds()).figure.data] == [
+    assert [(list(trace.x), list(trace.y)) for trace in section(panel, rounds()).drawn.data] == [
         ([1, 2, 3], [1.0, None, 0.75]),
         ([1, 2, 3], [0.0, 0.0, 0.02]),
     ]
 
 
 def test_a_picture_has_a_row_a_filter_and_a_column_a_round() -> None:
-    (picture,) = section(pattern_panel(rounds()), rounds()).figure.data
+    (picture,) = section(pattern_panel(rounds()), rounds()).drawn.data
     assert [list(each) for each in picture.z] == [[100, 0, 100], [100, 0, 50]]
     assert list(picture.x) == [1, 2, 3]
 
