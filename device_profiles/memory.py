@@ -8,7 +8,7 @@ models are in planning/paper_memory.
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,12 +84,25 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
         return result
 
 
+class Overlap(NamedTuple):
+    """What a step computes while it reads files: FLOPs, bytes read, and accesses. These are parts of the step's totals."""
+
+    flops: float
+    bytes_read: float
+    accesses: float
+
+    def times(self, flops: float, reads: float = 1.0) -> "Overlap":
+        """Return this with so many times the FLOPs, and so many times the reads."""
+        return Overlap(flops * self.flops, reads * self.bytes_read, reads * self.accesses)
+
+
 @dataclass(frozen=True)
 class StepCost:
     """The cost of one training step: peak bytes, and FLOPs (2 per multiply-accumulate, forward and backward).
 
-    A paged step also reads and writes files of so many bytes, in so many accesses, of which `writes` write. Of the bytes that
-    it reads, `state_read` are those of the optimiser's state, which the first step of a task does not find.
+    A paged step also reads and writes files of so many bytes, in so many accesses, of which `writes` write; some of them while
+    it computes (`overlaps`). Of the bytes that it reads, `state_read` are those of the optimiser's state, which the first step
+    of a task does not find.
     """
 
     peak_bytes: int
@@ -99,19 +112,20 @@ class StepCost:
     accesses: int = 0
     state_read: int = 0
     writes: int = 0
+    overlaps: tuple[Overlap, ...] = ()
 
 
-def trace(work: Callable[[], object], memory: PeakMemory | None = None) -> StepCost:
+def trace(work: Callable[[], object], memory: PeakMemory | None = None, flops: "FlopCount | None" = None) -> StepCost:
     """Run `work` on fake tensors and return its cost without allocating its memory. It must create everything it uses.
 
-    A `memory` lets `work` read the accounting meanwhile. Only servers use this function: fake tensors import torch's compiler,
-    which would cost a device memory and time.
+    A `memory` or `flops` lets `work` read what is counted meanwhile. Only servers use this function: fake tensors import
+    torch's compiler, which would cost a device memory and time.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from piecework.device_profiles.cpu_results import AsOnTheCPU
 
-    memory, flops = memory or PeakMemory(), FlopCount()
+    memory, flops = memory or PeakMemory(), flops or FlopCount()
     fake = FakeTensorMode(allow_fallback_kernels=False)
     with torch.random.fork_rng(devices=[]), fake, AsOnTheCPU(), memory, flops:
         work()

@@ -17,7 +17,8 @@ class Step:
     Of the segments of atoms in `recompute` it keeps no activations: their forward pass runs again in the backward pass. With
     `cheap`, it computes norms and activations again instead of keeping their outputs. With `in_backward`, a parameter moves as
     soon as its gradient is complete, which is then freed. With `pages`, which are all atoms in order, only one segment is in
-    memory at a time, the last one with the head; `spilled`: the inputs of segments are in files, not in memory.
+    memory at a time, the last one with the head; `spilled`: the inputs of segments are in files, not in memory; `ahead`: while
+    one segment is computed the next one is read, so that two are in memory.
     """
 
     micro_batch: int = 0
@@ -26,6 +27,7 @@ class Step:
     in_backward: bool = False
     pages: Segments = ()
     spilled: bool = False
+    ahead: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -61,6 +63,7 @@ def _phrases(step: Step) -> list[str]:
         f"recomputes {count} atom{'s' if count > 1 else ''}": count,
         "steps in the backward pass": step.in_backward,
         f"pages through {len(step.pages)} segment{'s' if len(step.pages) > 1 else ''}": step.pages,
+        "reads ahead": step.ahead,
         "with features in files": step.spilled,
     }
     return [phrase for phrase, holds in said.items() if holds]

@@ -10,6 +10,7 @@ seconds that fits, and `smallest` the one with the fewest bytes. Both verify wit
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import Protocol
 
 from piecework.device_profiles.memory import StepCost
@@ -17,7 +18,16 @@ from piecework.device_profiles.trace_cache import recall
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.static_norms import mixes_examples
 from piecework.models.step import Segment, Step, with_step
-from piecework.planning.page_plan import BOARD, Layers, Speed, fewest_seconds, finest, layers_of, peak_of
+from piecework.planning.page_plan import (
+    BOARD,
+    Layers,
+    Speed,
+    fewest_seconds,
+    finest,
+    layers_of,
+    peak_of,
+    seconds_on_top,
+)
 from piecework.planning.part import Part
 from piecework.planning.recompute_plan import fewest_flops, leanest
 from piecework.planning.step_cost import ActivationProfile, activation_profile
@@ -88,9 +98,10 @@ def slices(costs: Costs, part: Part) -> Iterator[Part]:
 
 
 def seconds_of(costs: Costs, part: Part, speed: Speed) -> float:
-    """Return the predicted seconds of a step: computing, and moving files."""
+    """Return the predicted seconds of a step: computing, and moving files, less those of doing both at once."""
     cost = costs.trace(part)
-    return cost.flops / speed.flops + speed.moving(cost.bytes_read, cost.bytes_written, cost.accesses, cost.writes)
+    seconds = cost.flops / speed.flops + speed.moving(cost.bytes_read, cost.bytes_written, cost.accesses, cost.writes)
+    return seconds - speed.hidden(cost.overlaps)
 
 
 def _fastest(costs: Costs, part: Part, allowed: int, ways: Sequence[str], speed: Speed) -> Part | None:
@@ -139,7 +150,8 @@ def _searches(
             both = (_recompute(costs, each, allowed) for each in slices(costs, sliced))
             yield 0.0, lambda: min(filter(None, both), key=lambda each: costs.trace(each).flops, default=None)
     if "page" in ways:
-        least = speed.moving(part.state_bytes, part.state_bytes)
+        kept = costs.training_config.bytes_kept * part.parameters
+        least = speed.moving(0, part.state_bytes + kept)  # what is read may be read while the step computes
         for spilled, base in product((False, True), _bases(part, ways, paged=True)):
             form = replace(base, spilled=spilled)
             if same:
@@ -181,18 +193,34 @@ def _with_recomputed(part: Part, segments: tuple[Segment, ...] | None) -> Part |
 
 
 def _page(costs: Costs, part: Part, allowed: int, speed: Speed) -> Part | None:
+    """Return the part with the fastest pages that fit, or None. It reads ahead if that is faster."""
+    found = _fastest_pages(costs, part, allowed, speed)
+    if found is None:
+        ends = (replace(part, pages=finest(len(part.atoms), alone=alone)) for alone in (False, True))
+        return next((found for found in ends if _bytes(costs, found) <= allowed), None)
+    ahead = _fastest_pages(costs, replace(part, ahead=True), allowed, speed, found.pages)
+    return found if ahead is None else min(found, ahead, key=lambda each: seconds_of(costs, each, speed))
+
+
+def _fastest_pages(
+    costs: Costs, part: Part, allowed: int, speed: Speed, beside: tuple[Segment, ...] = ()
+) -> Part | None:
     """Return the part with the fastest pages for the profile, whose traced step fits, or None.
 
-    A lower limit has slower pages: the first that fit are the fastest. The profile may be off by some layers' workspace.
+    A lower limit has slower pages: the first that fit are the fastest. The profile may be off by some layers' workspace. If the
+    step reads ahead, pages that are not predicted faster than `beside` for one that does not are not tried.
     """
     layers, limit, tried = _layers(costs, part), SLACK * allowed, set[tuple[Segment, ...]]()
-    while (pages := fewest_seconds(layers, limit, speed, spilled=part.spilled)) is not None:
+    most = seconds_on_top(layers, beside, speed, spilled=part.spilled) if beside else inf
+    form = {"spilled": part.spilled, "ahead": part.ahead}
+    while (pages := fewest_seconds(layers, limit, speed, **form)) is not None:
+        if seconds_on_top(layers, pages, speed, **form) >= most:
+            return None
         if pages not in tried and _bytes(costs, found := replace(part, pages=pages)) <= allowed:
             return found
         tried.add(pages)
         limit /= FINER
-    ends = (replace(part, pages=finest(len(part.atoms), alone=alone)) for alone in (False, True))
-    return next((found for found in ends if _bytes(costs, found) <= allowed), None)
+    return None
 
 
 def _tighten(costs: Costs, allowed: int, plan: Callable[[float], Part | None]) -> Part | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from piecework.device_profiles.memory import FlopCount, StepCost, trace
+from piecework.device_profiles.memory import FlopCount, Overlap, StepCost, trace
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.now import tracing
@@ -17,7 +17,7 @@ from piecework.planning.step_cost import fake_batch, fake_load
 from piecework.training.attacks import Gradient, micro_batches
 from piecework.training.loop import PieceModel
 from piecework.training.paged import STATE, PagedCascade
-from piecework.training.pages import Pages
+from piecework.training.pages import Pages, Reading, Wanted, count_bytes
 from piecework.training.sgd import TrainingConfig
 
 
@@ -31,10 +31,14 @@ class Moved(NamedTuple):
 
 
 class TracedPages(Pages):
-    """Pages that also count the accesses that write, and the bytes of the optimiser's state that are read."""
+    """Pages that also count the accesses that write, and the bytes of the optimiser's state that are read.
 
-    def __init__(self) -> None:
+    They note what is computed while others are read.
+    """
+
+    def __init__(self, flops: FlopCount) -> None:
         super().__init__()
+        self.flops, self.overlaps = flops, list[Overlap]()
         self.writes = self.state_read = 0
 
     @property
@@ -52,6 +56,24 @@ class TracedPages(Pages):
         before = self.bytes_read
         super().read(name, tensors)
         self.state_read += self.bytes_read - before if name.endswith(STATE) else 0
+
+    def _begin(self, wanted: Wanted) -> Reading:
+        moved = sum(count_bytes(tensors) for _, tensors in wanted)
+        return _Traced(self, self.flops.total, moved, len(wanted))
+
+
+class _Traced:
+    """A reading, which ends when it is waited for."""
+
+    def __init__(self, pages: TracedPages, computed: int, moved: int, accesses: int) -> None:
+        self._pages, self._computed, self._moved, self._accesses = pages, computed, moved, accesses
+
+    def wait(self) -> None:
+        """Note what was computed since the reading began."""
+        self._pages.overlaps.append(Overlap(self._pages.flops.total - self._computed, self._moved, self._accesses))
+
+    def join(self) -> None:
+        """Do nothing."""
 
 
 def moved_by_task(cost: StepCost, steps: int, weights: int) -> Moved:
@@ -73,8 +95,8 @@ def paged_cost(
 ) -> StepCost:
     """Return the cost of a step whose config has `pages`."""
     tracing(blueprint.name)
-    attack, pages, attack_flops, traced = training_config.attack, TracedPages(), FlopCount(), [0]
-    moved_by_attack = Moved(0, 0, 0, 0)
+    attack, flops, attack_flops, traced = training_config.attack, FlopCount(), FlopCount(), [0]
+    pages, moved_by_attack, overlaps_in_attack = TracedPages(flops), Moved(0, 0, 0, 0), 0
 
     def first_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         # All micro-batches after the second are like the second, which finds gradients of the first.
@@ -83,7 +105,7 @@ def paged_cost(
         yield from parts
 
     def work() -> None:
-        nonlocal moved_by_attack
+        nonlocal moved_by_attack, overlaps_in_attack
         one_step = replace(training_config, attack=replace(attack, steps=1)) if attack else training_config
         cascade = PagedCascade(blueprint, atoms, head, fake_load(blueprint), one_step, pages, piece_class)
         cascade.young = False  # counting batches needs their number, which a trace does not know
@@ -92,13 +114,14 @@ def paged_cost(
         x, y = fake_batch(blueprint, atoms[0], size), torch.zeros(size, dtype=torch.int64)
         if attack is not None:
             x = cascade.attack(x, y, 0, partial(_count, flops=attack_flops))
-            moved_by_attack = pages.counts
+            moved_by_attack, overlaps_in_attack = pages.counts, len(pages.overlaps)
         cascade.step(x, y)
 
-    cost = trace(work)
+    cost = trace(work, flops=flops)
     further = attack.steps - 1 if attack is not None else 0
-    flops = (cost.flops + further * attack_flops.total) * training_config.batch_size // traced[0]
-    moved = pages.counts
+    whole = training_config.batch_size / traced[0]
+    total = (cost.flops + further * attack_flops.total) * training_config.batch_size // traced[0]
+    moved, overlaps = pages.counts, [each.times(whole) for each in pages.overlaps[overlaps_in_attack:]]
     if attack is not None:
         first = [f"atoms.{atom}" for atom in atoms[: training_config.pages[0][1]]]
         first += [head] if len(training_config.pages) == 1 else []
@@ -107,7 +130,16 @@ def paged_cost(
         once = once._replace(read=once.read - weights, accesses=once.accesses - len(first))
         more = _further_moved(training_config, attack.steps, traced[0], once)
         moved = Moved(*(one + other for one, other in zip(moved, more, strict=True)))
-    return StepCost(cost.peak_bytes, flops, moved.read, moved.written, moved.accesses, pages.state_read, moved.writes)
+        done, gradients = _gradients(training_config, attack.steps, traced[0])
+        overlaps += [each.times(gradients / done, gradients / done) for each in pages.overlaps[:overlaps_in_attack]]
+    found = moved.read, moved.written, moved.accesses, pages.state_read, moved.writes
+    return StepCost(cost.peak_bytes, total, *found, tuple(overlaps))
+
+
+def _gradients(training_config: TrainingConfig, steps: int, traced: int) -> tuple[int, int]:
+    """Return how many gradients an attack takes of the `traced` examples in one step, and of a batch in all its steps."""
+    size, micro_batch = training_config.batch_size, training_config.micro_batch or training_config.batch_size
+    return -(-traced // micro_batch), steps * -(-size // micro_batch)
 
 
 def _further_moved(training_config: TrainingConfig, steps: int, traced: int, once: Moved) -> Moved:
@@ -115,10 +147,9 @@ def _further_moved(training_config: TrainingConfig, steps: int, traced: int, onc
 
     That step moved `once`, without reading the first segment, which any later gradient finds in memory.
     """
-    size, micro_batch = training_config.batch_size, training_config.micro_batch or training_config.batch_size
-    done = -(-traced // micro_batch)
-    further = steps * -(-size // micro_batch) - done
-    written = once.written
+    size, written = training_config.batch_size, once.written
+    done, gradients = _gradients(training_config, steps, traced)
+    further = gradients - done
     features = written * steps * size // traced - written  # they are of all examples, and weights of each gradient
     read = (once.read - written) // done * further + features
     return Moved(read, features, once.accesses // done * further, once.writes // done * further)

@@ -4,15 +4,18 @@ What a segment takes is predicted from the profile of the plain step, which was 
 too (planning/fit.py), so that a wrong prediction costs a try, and never a budget.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
+from piecework.device_profiles.memory import Overlap
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.step import Segment
 from piecework.planning.part import Part
 from piecework.planning.step_cost import ActivationProfile
+
+Number = TypeVar("Number", int, float)
 
 
 class Speed(NamedTuple):
@@ -31,6 +34,10 @@ class Speed(NamedTuple):
         """Return the seconds in which bytes are read and written in so many accesses, of which `writes` write."""
         more = 0.0 if self.write_latency is None else self.write_latency - self.latency  # of an access that writes
         return read / self.disk + written / (self.write or self.disk) + accesses * self.latency + writes * more
+
+    def hidden(self, overlaps: Iterable[Overlap]) -> float:
+        """Return the seconds that reading and computing at the same time saves."""
+        return sum(min(each.flops / self.flops, self.moving(each.bytes_read, 0, each.accesses)) for each in overlaps)
 
 
 BOARD = Speed(4e9, 4e7)  # a small board with an SD card or eMMC, where no device is named
@@ -51,9 +58,9 @@ def speed_of(device: DeviceState) -> Speed:
 class Layers:
     """What paging a part depends on, by the position of the atom, and last for the head.
 
-    `weights` are bytes of parameters and buffers, `state` those of the optimiser's state of the largest parameter, `working`
-    those of a gradient's pass through an atom beside weights and what is kept, and `flops` a forward pass's of the batch.
-    `kept` and `outputs` are of atoms alone, and `batch` are the bytes of the examples and their labels.
+    `weights` are bytes of parameters and buffers, `state` those of the optimiser's state of the largest parameter and `states`
+    of all, `working` those of a gradient's pass through an atom beside weights and what is kept, and `flops` a forward pass's
+    of the batch. `kept` and `outputs` are of atoms alone, and `batch` are the bytes of the examples and their labels.
     """
 
     weights: tuple[int, ...]
@@ -63,6 +70,7 @@ class Layers:
     kept: tuple[int, ...]
     outputs: tuple[int, ...]
     batch: int
+    states: tuple[int, ...]
 
 
 def layers_of(part: Part, profile: ActivationProfile, batch_size: int, kept: float) -> Layers:
@@ -87,6 +95,7 @@ def layers_of(part: Part, profile: ActivationProfile, batch_size: int, kept: flo
         profile.kept,
         profile.outputs,
         batch,
+        tuple(round(kept * each.parameters) for each in found),
     )
 
 
@@ -99,24 +108,27 @@ class _Prefix:
     segments: tuple[Segment, ...]
 
 
-def fewest_seconds(layers: Layers, limit: float, speed: Speed, *, spilled: bool) -> tuple[Segment, ...] | None:
+def fewest_seconds(
+    layers: Layers, limit: float, speed: Speed, *, spilled: bool, ahead: bool = False
+) -> tuple[Segment, ...] | None:
     """Return the segments of the paged step with the fewest seconds whose peak is at most `limit` bytes; None if none has.
 
     This is dynamic programming over atoms: of all segments of the first atoms only those remain that no others beat in bytes
-    and in seconds. Every step reads and writes weights and the optimiser's state once; what is counted here comes on top of it.
+    and in seconds, with the same last segment if the step reads `ahead`, which then takes two at least. Every step reads and
+    writes weights and the optimiser's state once; what is counted here comes on top of it.
     """
-    atoms = len(layers.kept)
+    atoms, form = len(layers.kept), _Form(layers, speed, spilled, ahead)
     ends: list[list[_Prefix]] = [[] for _ in range(atoms + 1)]
     ends[0] = [_Prefix(0, 0.0, ())]
     found: list[_Prefix] = []
     for first in range(atoms + 1):
-        for prefix in _best(ends[first]):
-            if _peak(layers, first, atoms, prefix.held, spilled=spilled, last=True) <= limit:
-                found.append(replace(prefix, segments=(*prefix.segments, (first, atoms))))
+        for prefix in _best(ends[first], alike=ahead):
+            if form.peak(prefix, (first, atoms), last=True) <= limit and (prefix.segments or not ahead):
+                found.append(form.extend(prefix, (first, atoms), last=True))
             for end in range(first + 1, atoms + 1):
-                if _peak(layers, first, end, prefix.held, spilled=spilled, last=False) > limit:
+                if form.peak(prefix, (first, end), last=False) > limit:
                     break
-                ends[end].append(_extend(layers, prefix, (first, end), speed, spilled=spilled))
+                ends[end].append(form.extend(prefix, (first, end), last=False))
     return min(found, key=lambda each: (each.seconds, len(each.segments))).segments if found else None
 
 
@@ -125,41 +137,93 @@ def finest(atoms: int, *, alone: bool = True) -> tuple[Segment, ...]:
     return (*((atom, atom + 1) for atom in range(atoms)), *([(atoms, atoms)] if alone else []))
 
 
-def peak_of(layers: Layers, pages: Sequence[Segment], *, spilled: bool) -> int:
+def peak_of(layers: Layers, pages: Sequence[Segment], *, spilled: bool, ahead: bool = False) -> int:
     """Return the predicted peak of a paged step."""
-    held, peaks = 0, list[int]()
-    for first, end in pages:
-        peaks.append(_peak(layers, first, end, held, spilled=spilled, last=(first, end) == pages[-1]))
-        held += layers.outputs[end - 1] if not spilled and end else 0
+    form, prefix, peaks = _Form(layers, BOARD, spilled, ahead), _Prefix(0, 0.0, ()), list[int]()
+    for number, segment in enumerate(pages, start=1):
+        peaks.append(form.peak(prefix, segment, last=number == len(pages)))
+        prefix = form.extend(prefix, segment, last=number == len(pages))
     return max(peaks)
 
 
-def _extend(layers: Layers, prefix: _Prefix, segment: Segment, speed: Speed, *, spilled: bool) -> _Prefix:
-    """Return a prefix with a segment that runs twice, and whose output is kept."""
-    first, end = segment
-    output = layers.outputs[end - 1]
-    written = output if spilled else 0
-    seconds = sum(layers.flops[first:end]) / speed.flops
-    seconds += speed.moving(sum(layers.weights[first:end]) + written, written, end - first + 2 * spilled, spilled)
-    return _Prefix(0 if spilled else prefix.held + output, prefix.seconds + seconds, (*prefix.segments, segment))
+def seconds_on_top(
+    layers: Layers, pages: Sequence[Segment], speed: Speed, *, spilled: bool, ahead: bool = False
+) -> float:
+    """Return the seconds of a paged step beside those of computing once, and of moving weights and optimiser's state once."""
+    form, prefix = _Form(layers, speed, spilled, ahead), _Prefix(0, 0.0, ())
+    for number, segment in enumerate(pages, start=1):
+        prefix = form.extend(prefix, segment, last=number == len(pages))
+    return prefix.seconds
 
 
-def _peak(layers: Layers, first: int, end: int, held: int, *, spilled: bool, last: bool) -> int:
-    """Return the predicted bytes while a gradient passes the atoms from `first` to before `end`, and the head if `last`."""
-    held += layers.outputs[first - 1] if spilled and first else 0
-    resident = layers.batch + held + sum(layers.weights[first:end]) + (layers.weights[-1] if last else 0)
-    positions = range(first, end + last)
-    passing = [
-        sum(layers.kept[first : position + 1]) + layers.working[position] + layers.state[position]
-        for position in positions
-    ]
-    return resident + max(passing)
+@dataclass(frozen=True)
+class _Form:
+    """What the bytes and seconds of segments depend on beside the segments."""
+
+    layers: Layers
+    speed: Speed
+    spilled: bool
+    ahead: bool
+
+    def extend(self, prefix: _Prefix, segment: Segment, *, last: bool) -> _Prefix:
+        """Return a prefix with one more segment. It runs twice, and its output is kept, unless it is the last."""
+        (first, end), layers, speed, held, seconds = segment, self.layers, self.speed, prefix.held, prefix.seconds
+        if not last:
+            output = layers.outputs[end - 1]
+            written = output if self.spilled else 0
+            seconds += sum(layers.flops[first:end]) / speed.flops
+            read, accesses = sum(layers.weights[first:end]) + written, end - first + 2 * self.spilled
+            seconds += speed.moving(read, written, accesses, self.spilled)
+            held += 0 if self.spilled else output
+        if self.ahead and prefix.segments:
+            seconds -= speed.hidden(self._overlaps(prefix.segments[-1], segment, last=last))
+        return _Prefix(held, seconds, (*prefix.segments, segment))
+
+    def _overlaps(self, before: Segment, segment: Segment, *, last: bool) -> tuple[Overlap, Overlap]:
+        """Return the read of a segment in the forward pass of the one before, and of that one in the backward pass of this.
+
+        A backward pass computes thrice what a forward pass does, which it repeats.
+        """
+        layers = self.layers
+        units = segment[1] - segment[0] + last
+        moved = sum(_of(layers.weights, segment, last=last)) + (
+            sum(_of(layers.states, segment, last=last)) if last else 0
+        )
+        forward = Overlap(sum(_of(layers.flops, before)), moved, units)
+        moved = sum(_of(layers.weights, before)) + sum(_of(layers.states, before))
+        return forward, Overlap(3 * sum(_of(layers.flops, segment, last=last)), moved, before[1] - before[0])
+
+    def peak(self, prefix: _Prefix, segment: Segment, *, last: bool) -> int:
+        """Return the predicted bytes while a gradient passes a segment, and the head if it is the `last`."""
+        (first, end), layers = segment, self.layers
+        held = prefix.held + (layers.outputs[first - 1] if self.spilled and first else 0)
+        resident = layers.batch + held + sum(_of(layers.weights, segment, last=last))
+        if self.ahead and prefix.segments:
+            before = prefix.segments[-1]
+            resident += sum(_of(layers.weights, before)) + sum(_of(layers.states, before))
+        # the optimiser's state is there for one parameter at a time, or for all that have not moved
+        passing = [
+            sum(layers.kept[first : position + 1])
+            + layers.working[position]
+            + (sum(layers.states[first : position + 1]) if self.ahead else layers.state[position])
+            for position in range(first, end + last)
+        ]
+        return resident + max(passing)
 
 
-def _best(prefixes: Sequence[_Prefix]) -> list[_Prefix]:
-    """Return the prefixes that no other one beats in both bytes and seconds."""
+def _of(values: Sequence[Number], segment: Segment, *, last: bool = False) -> list[Number]:
+    """Return the values of a segment's atoms, and of the head if it is the `last`."""
+    found = list(values[segment[0] : segment[1]])
+    return found + list(values[-1:]) if last else found
+
+
+def _best(prefixes: Sequence[_Prefix], *, alike: bool) -> list[_Prefix]:
+    """Return the prefixes that no other one beats in both bytes and seconds, or none with an `alike` last segment."""
+    least: dict[tuple[Segment, ...], int] = {}
     found: list[_Prefix] = []
     for prefix in sorted(prefixes, key=lambda each: (each.seconds, each.held)):
-        if not found or prefix.held < found[-1].held:
+        key = prefix.segments[-1:] if alike else ()
+        if key not in least or prefix.held < least[key]:
             found.append(prefix)
+            least[key] = prefix.held
     return found

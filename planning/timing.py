@@ -8,6 +8,7 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.planning.costs import CostModel
 from piecework.planning.cut import Cut
 from piecework.planning.page_cost import Moved, moved_by_task
+from piecework.planning.page_plan import speed_of
 from piecework.planning.part import Part
 from piecework.training.settings import Settings
 
@@ -47,9 +48,9 @@ def work_seconds(
 ) -> float:
     """Return the simulated seconds of a device that trains parts one after another, each on that many examples (`seen`).
 
-    `message_bytes` are those received and sent. Each part is read from disk once, or moved by paged steps, and its inputs are
-    read with every batch. With a cut that swaps, there is one part, which may be larger than the device's memory, unless
-    `memory.fit` fits its step.
+    `message_bytes` are those received and sent. Each part is read from disk once, or moved by paged steps, which may compute
+    while they read, and its inputs are read with every batch. With a cut that swaps, there is one part, which may be larger
+    than the device's memory, unless `memory.fit` fits its step.
     """
     if cut.swaps and not any(part.step for part in parts):
         (part,), (n,) = parts, seen
@@ -60,7 +61,9 @@ def work_seconds(
     for part, n in zip(parts, batches, strict=True):
         total = Moved(*(one + other for one, other in zip(total, moved_by_part(cost_model, part, n), strict=True)))
     flops = work_flops(cost_model, parts, seen, executed)
-    return simulated_seconds(state, flops, *message_bytes, total.read, total.accesses, total.written, total.writes)
+    saved = sum(saved_by_part(cost_model, p, n, m, state) for p, n, m in zip(parts, seen, batches, strict=True))
+    seconds = simulated_seconds(state, flops, *message_bytes, total.read, total.accesses, total.written, total.writes)
+    return seconds - saved
 
 
 def moved_by_part(cost_model: CostModel, part: Part, batches: int) -> Moved:
@@ -68,6 +71,17 @@ def moved_by_part(cost_model: CostModel, part: Part, batches: int) -> Moved:
     if part.pages:
         return moved_by_task(cost_model.trace(part), batches, part.state_bytes)
     return Moved(part.copies * part.state_bytes, 0, 0, 0)
+
+
+def saved_by_part(cost_model: CostModel, part: Part, seen: int, batches: int, state: DeviceState) -> float:
+    """Return the seconds that steps save which read ahead while they compute for so many batches, of `seen` examples in all.
+
+    The first batch reads nothing ahead: its weights come from the client's store.
+    """
+    if not part.ahead or not batches:
+        return 0.0
+    size = seen / batches / cost_model.training_config.batch_size
+    return (batches - 1) * speed_of(state).hidden(each.times(size) for each in cost_model.trace(part).overlaps)
 
 
 def stored_bytes(settings: Settings, part: Part) -> int:

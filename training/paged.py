@@ -11,11 +11,15 @@ and moves each parameter as soon as its gradient is complete, with the optimiser
 state are then written back. Buffers such as running statistics move once, in the second run. Micro-batches run inside a
 segment: whole batches are kept between segments, and gradients add up within one.
 
+A step may read ahead: while one segment is computed, a second thread reads the next one, in the second half with all the
+optimiser's state that it will move. Two segments are in memory then, from a moment that does not depend on the disk.
+
 MeBP (Song and Xu, 2025, arXiv 2510.03425) trains language models on phones like this; here segments are planned
 (planning/page_plan.py) and every byte is counted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,11 +32,13 @@ from piecework.models.recompute_cheap import recompute_cheaply
 from piecework.models.replayed_random import RandomState
 from piecework.models.static_norms import count_first_alike
 from piecework.training.adam import OPTIMISERS
+from piecework.training.ahead import Ahead
 from piecework.training.attacks import Gradient, Parts, micro_batches, pgd
 from piecework.training.loop import Load, PieceModel, classification_loss
 from piecework.training.pages import Pages
-from piecework.training.sgd import TrainingConfig, stored_tensor
+from piecework.training.sgd import SGD, TrainingConfig, stored_tensor
 from piecework.training.streamed import InMemory, InPages, StreamedCascade
+from piecework.training.upstream import Begin, Upstream, batch_like
 
 STATE = ".state"  # follows a parameter's name in that of the page with the optimiser's state of it
 
@@ -43,6 +49,14 @@ def segments_of(atoms: Sequence[int], training_config: TrainingConfig) -> list[P
     if [0, *(last for _, last in pages)] != [*(first for first, _ in pages), len(atoms)]:
         raise ValueError(f"pages are {pages}: expected segments of all {len(atoms)} atoms, one after another")
     return [tuple(atoms[first:last]) for first, last in pages]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A segment in memory. `ready` has optimisers that were read ahead, by the names of their parameters, until they move."""
+
+    piece: PieceModel
+    ready: dict[str, SGD]
 
 
 class PagedCascade:
@@ -79,7 +93,10 @@ class PagedCascade:
             self._inputs,
             held=False,
             piece_class=piece_class,
+            ahead=pages if training_config.ahead else None,
         )
+        self._ahead = Ahead(pages, self._read)
+        self._ready: dict[str, SGD] = {}  # those of the segment that moves
 
     def load_unit(self, unit: str) -> nn.Module:
         """Return a unit with its present weights."""
@@ -88,17 +105,28 @@ class PagedCascade:
             self.pages.read(unit, _state(module))
         return module
 
-    def segment(self, number: int) -> PieceModel:
-        """Return a segment in training mode, read from its pages."""
+    def _read(self, key: tuple[int, bool]) -> Loaded:
+        """Return a segment by its number and whether it moves; with the optimiser's state if the step reads ahead."""
+        number, moves = key
+        head = self.head if number == self.last else None
+        piece = self.piece_class(self.blueprint, self.segments[number], head, self.load_unit)
+        moving = _named(piece) if self.training_config.ahead and moves else ()
+        return Loaded(piece, {name: self._optimiser(name, parameter, decayed) for name, parameter, decayed in moving})
+
+    def _take(self, number: int, *, moves: bool) -> Loaded:
+        """Return a segment in training mode, read from its pages, and begin to read the one that comes after it."""
         self.streamed.release()
-        piece = self.piece_class(
-            self.blueprint, self.segments[number], self.head if number == self.last else None, self.load_unit
-        )
-        piece.train(True)
-        piece.cheap = self.training_config.cheap
+        loaded = self._ahead.take((number, moves))
+        self._ready = loaded.ready
+        loaded.piece.train(True)
+        # a run that is not differentiated would keep something
+        loaded.piece.cheap = self.training_config.cheap and moves
         if self.young:
-            count_first_alike(piece.units().values())
-        return piece
+            count_first_alike(loaded.piece.units().values())
+        following = number - 1 if moves else number + 1
+        if self.training_config.ahead and following >= 0:
+            self._ahead.begin((following, moves or following == self.last))
+        return loaded
 
     def attack(
         self, x: Tensor, y: Tensor, seed: int, wrap: Callable[[Gradient], Gradient] = lambda gradient: gradient
@@ -112,7 +140,13 @@ class PagedCascade:
 
     def step(self, x: Tensor, y: Tensor, parts: Parts | None = None) -> Tensor:
         """Take a step on x[B, ...] with labels y[B]; return the detached loss. `parts` replaces the cut into micro-batches."""
-        parts = parts or self.parts
+        try:
+            with self._ahead:
+                return self._step(x, y, parts or self.parts)
+        finally:
+            self._ready.clear()  # after an error, hooks would hold these optimisers, whose parameters hold the hooks
+
+    def _step(self, x: Tensor, y: Tensor, parts: Parts) -> Tensor:
         z, states = x, list[RandomState]()
         for number in range(self.last):
             if number:  # the caller holds x anyway
@@ -127,14 +161,14 @@ class PagedCascade:
         return loss
 
     def _forward(self, number: int, z: Tensor, parts: Parts) -> Tensor:
-        piece, out, at = self.segment(number), None, 0
+        piece, out, at = self._take(number, moves=False).piece, None, 0
         for (part,) in parts(z):
             # not under no_grad, for which an LSTM has another kernel, with other rounding
             with self._precision(z), saved_tensors_hooks(_drop, _not_kept):
                 found = piece.features(part).detach()
             if len(part) == len(z):
                 return found
-            out = _batch_like(found, len(z)) if out is None else out
+            out = batch_like(found, len(z)) if out is None else out
             out[at : at + len(part)] = found
             at += len(part)
         assert out is not None
@@ -142,118 +176,71 @@ class PagedCascade:
 
     def _learn(self, z: Tensor, y: Tensor, parts: Parts) -> tuple[Tensor, list[Tensor]]:
         """Move the last segment. Return the loss, and a list of the gradient with respect to the segment's input z[B, ...]."""
-        piece = self.segment(self.last)
-        self._move_when_complete(piece)
-        total, upstream = None, _Upstream(z, needed=self.last > 0)
+        loaded = self._take(self.last, moves=True)
+        self._move_when_complete(loaded)
+        total, upstream = None, Upstream(z, needed=self.last > 0)
         for part, labels in parts(z, y):
-            with self._precision(z), recompute_cheaply(piece.cheap):
-                value = classification_loss(piece.logits(upstream.watch(part)), labels)
+            with self._precision(z), recompute_cheaply(loaded.piece.cheap):
+                value = classification_loss(loaded.piece.logits(upstream.watch(part)), labels)
             if len(part) < len(z):
                 value = value * (len(part) / len(z))
             value.backward()  # type: ignore[no-untyped-call]
             total = value.detach() if total is None else total + value.detach()
             del value
-        self._write_back(piece)
+        self._write_back(loaded)
         assert total is not None
         return total, upstream.taken
 
     def _pass_back(self, number: int, z: Tensor, passed: list[Tensor], parts: Parts) -> None:
         """Move a segment; `passed` has the gradient with respect to its output, and gets that with respect to its input."""
-        piece = self.segment(number)
-        self._move_when_complete(piece)
-        upstream = _Upstream(z, needed=number > 0)
+        loaded = self._take(number, moves=True)
+        self._move_when_complete(loaded)
+        upstream = Upstream(z, needed=number > 0)
         for part, *incoming in parts(z, *passed):
             if len(part) == len(z):
                 passed.clear()  # the backward pass frees it as soon as it can
-            with self._precision(z), recompute_cheaply(piece.cheap):
-                end = _Begin.apply(piece.features(upstream.watch(part)), incoming)
+            with self._precision(z), recompute_cheaply(loaded.piece.cheap):
+                end = Begin.apply(loaded.piece.features(upstream.watch(part)), incoming)
             if end.requires_grad:  # else the first segment has nothing to learn
                 end.backward()
-        self._write_back(piece)
+        self._write_back(loaded)
         passed[:] = upstream.taken
 
     def _precision(self, z: Tensor) -> torch.autocast:
         return torch.autocast(z.device.type, torch.bfloat16, enabled=self.training_config.precision == "bfloat16")
 
-    def _move_when_complete(self, piece: PieceModel) -> None:
+    def _move_when_complete(self, loaded: Loaded) -> None:
         if self.training_config.micro_batch:
             return  # gradients add up first
-        for name, parameter, decayed in _named(piece):
-            hook = partial(self._move, name, decayed)
+        for name, parameter, decayed in _named(loaded.piece):
+            hook = partial(self._move, loaded.ready, name, decayed)  # not `loaded`, which has the parameter
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _move(self, name: str, decayed: bool, parameter: Tensor) -> None:
-        """Move one parameter, with the optimiser's state of its page, and free its gradient."""
-        assert isinstance(parameter, nn.Parameter)
+    def _optimiser(self, name: str, parameter: nn.Parameter, decayed: bool) -> SGD:
+        """Return a parameter's optimiser, with the state of its page."""
         kind = self.piece_class.optimiser or OPTIMISERS[self.training_config.optimiser]
         optimiser = kind([parameter], self.training_config, [] if decayed else [parameter])
-        state = [stored_tensor(held) for kept in optimiser.state().values() for held in kept]
-        page = f"{name}{STATE}"
-        if state and self.pages.holds(page):
+        if (state := _kept(optimiser)) and self.pages.holds(page := _page(name)):
             self.pages.read(page, state)
+        return optimiser
+
+    def _move(self, ready: dict[str, SGD], name: str, decayed: bool, parameter: Tensor) -> None:
+        """Move one parameter, free its gradient, and write the optimiser's state to its page."""
+        assert isinstance(parameter, nn.Parameter)
+        optimiser = ready.pop(name, None) or self._optimiser(name, parameter, decayed)
         optimiser.step()
-        if state:
-            self.pages.write(page, state)
+        if state := _kept(optimiser):
+            self.pages.write(_page(name), state)
 
-    def _write_back(self, piece: PieceModel) -> None:
+    def _write_back(self, loaded: Loaded) -> None:
         if self.training_config.micro_batch:
-            for name, parameter, decayed in _named(piece):
+            for name, parameter, decayed in _named(loaded.piece):
                 if parameter.grad is not None:
-                    self._move(name, decayed, parameter)
-        piece.after_step()
-        for unit, module in piece.units().items():
+                    self._move(loaded.ready, name, decayed, parameter)
+        loaded.ready.clear()  # of parameters without a gradient, whose hooks would hold them
+        loaded.piece.after_step()
+        for unit, module in loaded.piece.units().items():
             self.pages.write(unit, _state(module))
-
-
-class _Upstream:
-    """The gradient of a segment with respect to its input z[B, ...], put together from those of micro-batches."""
-
-    def __init__(self, z: Tensor, *, needed: bool) -> None:
-        self.size, self.needed = len(z), needed
-        self.taken: list[Tensor] = []
-        self._at = 0
-
-    def watch(self, part: Tensor) -> Tensor:
-        """Return a micro-batch whose gradient is to be taken."""
-        part = part.detach()
-        return _Catch.apply(part.requires_grad_(), self) if self.needed else part
-
-    def take(self, gradient: Tensor) -> None:
-        """Take the gradient with respect to the next micro-batch."""
-        if len(gradient) == self.size:
-            self.taken.append(gradient)
-            return
-        if not self.taken:
-            self.taken.append(_batch_like(gradient, self.size))
-        self.taken[0][self._at : self._at + len(gradient)] = gradient
-        self._at += len(gradient)
-
-
-class _Catch(torch.autograd.Function):
-    """Hands on a gradient as it arrives; as the `grad` of a leaf, it might be copied to another memory format."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, z: Tensor, upstream: _Upstream) -> Tensor:
-        ctx.upstream = upstream  # type: ignore[attr-defined]
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[None, None]:
-        ctx.upstream.take(gradients[0])  # type: ignore[attr-defined]
-        return None, None
-
-
-class _Begin(torch.autograd.Function):
-    """Begins a backward pass with a gradient that nothing else holds; torch.autograd.backward would hold it to its end."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, z: Tensor, gradient: list[Tensor]) -> Tensor:
-        ctx.gradient = gradient  # type: ignore[attr-defined]
-        return z.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient.pop(), None  # type: ignore[attr-defined]
 
 
 def _drop(_: Tensor) -> None:
@@ -277,8 +264,10 @@ def _state(module: nn.Module) -> list[Tensor]:
     return list(module.state_dict().values())
 
 
-def _batch_like(part: Tensor, size: int) -> Tensor:
-    """Return room for a batch in the format of a micro-batch."""
-    channels_last = part.dim() == 4 and part.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty((size, *part.shape[1:]), dtype=part.dtype, device=part.device, memory_format=layout)
+def _kept(optimiser: SGD) -> list[Tensor]:
+    """Return what an optimiser keeps between steps."""
+    return [stored_tensor(held) for kept in optimiser.state().values() for held in kept]
+
+
+def _page(parameter: str) -> str:
+    return f"{parameter}{STATE}"

@@ -1,19 +1,24 @@
 """The pages of a step: tensors that leave memory and come back, in files of their own that leave nothing in the page cache.
 
 `Pages` counts what a step reads and writes, and moves nothing: with it, planners compute a step's cost. `PageFiles` moves the
-bytes of tensors as they lie in memory, without a copy. What a task writes is in its own folder, which ends with the task: a
-client that dies in the middle of a write has lost the task, and no step is ever half done.
+bytes of tensors as they lie in memory, without a copy, and can read them on a second thread. What a task writes is in its own
+folder, which ends with the task: a client that dies in the middle of a write has lost the task, and no step is ever half done.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from threading import Thread
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from piecework.training.accelerator import CPU
+
+Wanted = list[tuple[str, Sequence[Tensor]]]  # names of pages, and the tensors that they are read into
+T = TypeVar("T")
+READER = "reads pages ahead"  # the name of the thread
 
 
 def packed(tensor: Tensor) -> Tensor:
@@ -32,12 +37,33 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
+class Reading(Protocol):
+    """Pages that are read while something else is computed."""
+
+    def wait(self) -> None:
+        """Return when all is read. Raises what reading raised."""
+
+    def join(self) -> None:
+        """Return when nothing is read any more, whether it was read or not."""
+
+
+class Read:
+    """Pages that have been read."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+    def join(self) -> None:
+        """Do nothing."""
+
+
 class Pages:
     """Counts the bytes and files that a step reads and writes. `device` is where tensors are in memory."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
         self.bytes_read = self.bytes_written = self.accesses = 0
+        self._wanted: Wanted | None = None
 
     @property
     def moved(self) -> tuple[int, int, int]:
@@ -50,16 +76,44 @@ class Pages:
 
     def write(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Keep the values of tensors, which must be dense, under a name."""
-        self.bytes_written += _count_bytes(tensors)
+        self.bytes_written += count_bytes(tensors)
         self.accesses += 1
 
     def read(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Give tensors of the same shapes and formats the values that were written under a name."""
-        self.bytes_read += _count_bytes(tensors)
+        """Give tensors of the same shapes and formats the values that were written under a name.
+
+        Raises FileNotFoundError if nothing was, OSError if the file is shorter than the tensors.
+        """
+        self.bytes_read += count_bytes(tensors)
         self.accesses += 1
+        if self._wanted is None:
+            self._fetch(name, tensors)
+        else:
+            self._wanted.append((name, tensors))
+
+    def read_ahead(self, make: Callable[[], T]) -> tuple[T, Reading]:
+        """Return what `make` makes, and the reading of what it reads, which has just begun on a second thread.
+
+        Tensors are allocated here, in this thread, and only filled in the other one: when they are there does not depend on how
+        fast a disk is. Nothing may use their values, or write these pages, before the end of the reading.
+        """
+        wanted = self._wanted = Wanted()
+        try:
+            made = make()
+        finally:
+            self._wanted = None
+        return made, self._begin(wanted)
+
+    def _fetch(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Fill tensors."""
+
+    def _begin(self, wanted: Wanted) -> Reading:
+        """Begin to fill tensors."""
+        return Read()
 
 
-def _count_bytes(tensors: Sequence[Tensor]) -> int:
+def count_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of the values of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -91,12 +145,7 @@ class PageFiles(Pages):
             file.truncate()
             _forget(file.fileno(), written=True)
 
-    def read(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Give tensors of the same shapes and formats the values that were written under a name.
-
-        Raises FileNotFoundError if nothing was, OSError if the file is shorter than the tensors.
-        """
-        super().read(name, tensors)
+    def _fetch(self, name: str, tensors: Sequence[Tensor]) -> None:
         with self._path(name).open("rb", buffering=0) as file:
             for tensor in tensors:
                 found = tensor.detach() if tensor.device == CPU else torch.empty_like(tensor, device=CPU)
@@ -104,6 +153,33 @@ class PageFiles(Pages):
                 if found.device != tensor.device:
                     tensor.detach().copy_(found)
             _forget(file.fileno(), written=False)
+
+    def _begin(self, wanted: Wanted) -> Reading:
+        return _Reader(self._fetch, wanted)
+
+
+class _Reader(Thread):
+    """Fills tensors, and holds none of them when it has ended."""
+
+    def __init__(self, fetch: Callable[[str, Sequence[Tensor]], None], wanted: Wanted) -> None:
+        super().__init__(name=READER)
+        self._fetch, self._wanted = fetch, wanted
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Read one page after another, until one cannot be read."""
+        try:
+            while self._wanted:
+                self._fetch(*self._wanted.pop(0))
+        except Exception as error:  # raised where it is waited for
+            self._error = error
+
+    def wait(self) -> None:
+        """Return when all is read. Raises what reading raised."""
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 def _open_to_overwrite(path: str, flags: int) -> int:

@@ -138,6 +138,7 @@ def ways(blueprint: Blueprint) -> dict[str, dict[str, Any]]:
     return {
         "in the backward pass": {"in_backward": True},
         "pairs": {"pages": pages_of(blueprint, 2)},
+        "single atoms, read ahead": {"pages": pages_of(blueprint), "ahead": True},
         "single atoms and the head alone, in files": {"pages": pages_of(blueprint, alone=True), "spilled": True},
     }
 
@@ -153,14 +154,15 @@ def differences(one: Trained, other: Trained) -> list[str]:
 
 
 def require_same(blueprint: Blueprint, config: TrainingConfig, folder: Path) -> None:
-    """All ways come to the plain steps. The last one takes the bytes, and moves the pages, that are traced for it."""
+    """All ways come to the plain steps. The last two take the bytes, and move the pages, that are traced for them."""
     plain = train(blueprint, config, folder)
     assert len(set(plain.losses)) == STEPS
     for way, fit in ways(blueprint).items():
         fitted = replace(config, **fit)
         found = train(blueprint, fitted, folder / way)
         assert (way, differences(plain, found)) == (way, [])
-    require_traced(blueprint, fitted, found)
+        if fitted.ahead or fitted.spilled:
+            require_traced(blueprint, fitted, found)
 
 
 def require_traced(blueprint: Blueprint, config: TrainingConfig, found: Trained) -> None:
@@ -179,12 +181,13 @@ def test_every_kind_of_batch_norm(mode: str, tmp_path: Path) -> None:
     require_same(blueprint_of("convnet", width=0.25, batch_norm=mode), a_training_config(BATCH), tmp_path)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("size", "attack"), [(1, replace(LINF, norm="l2")), (4, None)])
-def test_micro_batches(size: int, attack: Attack | None, tmp_path: Path) -> None:
+def test_micro_batches(size: int, attack: Attack | None, ahead: bool, tmp_path: Path) -> None:
     """Inside a segment, they come to the plain step to rounding; batch norms would have the statistics of fewer examples."""
     blueprint = blueprint_of("convnet", width=0.25, batch_norm="group")
     config = a_training_config(BATCH, lr=0.01, attack=attack)
-    fitted = replace(config, pages=pages_of(blueprint, 2), micro_batch=size, spilled=size == 1)
+    fitted = replace(config, pages=pages_of(blueprint, 2), micro_batch=size, spilled=size == 1, ahead=ahead)
     plain, found = train(blueprint, config, tmp_path), train(blueprint, fitted, tmp_path)
     assert found.losses == pytest.approx(plain.losses, rel=1e-5)
     for name, value in plain.state.items():
