@@ -37,6 +37,7 @@ from piecework.commands.lists import lists
 from piecework.commands.new import new  # noqa: F401  (adds the command)
 from piecework.commands.options import Scalars, connection_to, run_command, seeds_from, settings_from
 from piecework.commands.results import results
+from piecework.commands.serve import serve  # noqa: F401  (adds the command)
 from piecework.device_profiles.user_cache import trace_anew
 from piecework.engines.processes import Connection
 from piecework.server_app.signals import end_on_hangup
