@@ -92,7 +92,8 @@ def test_the_curves_grow_and_are_sent_once(tmp_path: Path) -> None:
     first = browser.get("/api/run/a").json()
     (picture,) = first["figures"]
     assert (picture["figure"]["data"][0]["name"], picture["figure"]["data"][0]["y"]) == ("test accuracy", [0.01, 0.02])
-    assert picture["alternative"].startswith("test accuracy: 0.01 in round 1, 0.02 in round 2; ")
+    alternative = "Accuracy and loss: test accuracy rises from 1.0% (round 1) to 2.0% (round 2); "
+    assert picture["alternative"].startswith(alternative)
     assert "figures" not in browser.get("/api/run/a", params={"have": first["version"]}).json()
     run.append_round(next_round(3))
     second = browser.get("/api/run/a", params={"have": first["version"]}).json()

@@ -128,8 +128,8 @@ def test_it_follows_a_run_to_its_end(tmp_path: Path, browser: Browser) -> None:
             each.get_attribute("aria-label") for each in browser.find_elements("css selector", "[role=img]")
         ]
     assert alternatives == [
-        "test accuracy: 0.01 in round 1, 0.04 in round 4; test loss: 0.99 in round 1, 0.96 in round 4; "
-        "training loss: 0.5 in round 1, 0.5 in round 4"
+        "Accuracy and loss: test accuracy rises from 1.0% (round 1) to 4.0% (round 4); test loss falls from 0.99 (round 1) to "
+        "0.96 (round 4); training loss goes from 0.5 (round 1) to 0.5 (round 4)."
     ]
 
 
