@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from claims_helpers import a_claim, finish
 
-from benchmarks.claims import queue, runner
+from benchmarks.claims import runner as of_claims
 from benchmarks.claims.definition import Claim
-from benchmarks.claims.notes import Note, folders
-from benchmarks.claims.queue import Options
+from benchmarks.claims.jobs import folders
+from benchmarks.claims.runner import Options
+from piecework.studies import queue, runner
+from piecework.studies.notes import Note
 
 SMALL = """
 title = "a"
@@ -70,7 +72,7 @@ class Harness:
         monkeypatch.setattr(runner, "POLL", 0.0)
         monkeypatch.setattr(runner, "DYING", 0.0)
         monkeypatch.setattr(queue, "spawn", self.spawn)
-        monkeypatch.setattr(runner, "this_commit", lambda: "abc")
+        monkeypatch.setattr(of_claims, "this_commit", lambda: "abc")
 
     def spawn(self, words: list[str], log: Path) -> Any:
         self.words.append(words)
@@ -80,7 +82,7 @@ class Harness:
     def run(self, *others: Claim, **options: Any) -> list[str]:
         """The labels of the runs that were started."""
         self.said.clear()
-        runner.run([self.claim, *others], Options(self.out, **options), self.said.append)
+        of_claims.run([self.claim, *others], Options(self.out, **options), self.said.append)
         return [line.removesuffix(how) for line in self.said for how in (" starts", " goes on") if line.endswith(how)]
 
     def folder(self, label: str) -> Path:
@@ -91,5 +93,6 @@ class Harness:
     def label(folder: Path) -> str:
         note = Note.read(folder)
         assert note is not None
-        what = f"search, rate {note.rate}" if note.searched else f"seed {note.seed}"
-        return f"tiny: {note.case}: {note.row}: {what}"
+        job = note.job
+        what = f"search, rate {job['rate']}" if job["searched"] else f"seed {job['seed']}"
+        return f"tiny: {job['case']}: {job['row']}: {what}"

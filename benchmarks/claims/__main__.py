@@ -27,15 +27,14 @@ from pathlib import Path
 from benchmarks.claims.collect import collect
 from benchmarks.claims.definition import Claim, ClaimError, names
 from benchmarks.claims.jobs import load, require_rows
-from benchmarks.claims.notes import ROOT
-from benchmarks.claims.outcomes import ENDED_BY_SIGNAL
-from benchmarks.claims.queue import Options
 from benchmarks.claims.records import DOCS
-from benchmarks.claims.runner import run
+from benchmarks.claims.runner import ROOT, Options, run
 from benchmarks.claims.status import STATES, ClaimStatus, RowStatus, status_of
-from piecework.report.display import format_seconds
 from piecework.server_app.records import CheckpointError
 from piecework.server_app.signals import end_on_hangup
+from piecework.studies.notes import NoteError
+from piecework.studies.outcomes import ENDED_BY_SIGNAL
+from piecework.studies.pace import in_words
 
 OUT = ROOT / "runs" / "claims"
 INTERRUPTED, TERMINATED = ENDED_BY_SIGNAL
@@ -56,7 +55,7 @@ def main() -> None:
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # else Python complains when it flushes at its end
         sys.exit(UNREAD)
-    except (ClaimError, CheckpointError, OSError) as error:
+    except (ClaimError, NoteError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -129,6 +128,7 @@ def do_run(claims: list[Claim], asked: argparse.Namespace) -> None:
     require_rows(claims, asked.only)
     data_dir = str(Path(asked.data_dir).resolve()) if asked.data_dir else ""
     out = require_folder(asked.out, "--out")
+    os.environ["OMP_NUM_THREADS"] = "1"  # of each run
     options = Options(out, asked.jobs, asked.only, asked.hours, asked.first, asked.retry, data_dir)
     if failed := run(claims, options, say):
         sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
@@ -174,13 +174,6 @@ def counts_of(row: RowStatus) -> str:
 def left(status: ClaimStatus | RowStatus) -> str:
     """Return in words how long a claim or a row will take, and what of it cannot be estimated yet."""
     return in_words(status.hours, status.unknown, status.unevaluated)
-
-
-def in_words(hours: float | None, unknown: int, unevaluated: int) -> str:
-    """Return hours, the runs of unknown length, and those whose evaluations are not in the hours, in words."""
-    known = [] if hours is None else [f"{format_seconds(3600 * hours)} left"]
-    known += [f"without the evaluations of {unevaluated} runs"] if unevaluated else []
-    return ", ".join(known + ([f"{unknown} runs of unknown length"] if unknown else []))
 
 
 def do_collect(claims: list[Claim], asked: argparse.Namespace) -> None:

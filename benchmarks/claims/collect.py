@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims.definition import Claim, ClaimError
-from benchmarks.claims.jobs import Wanted, possible, search_jobs, searches, wanted
-from benchmarks.claims.notes import Note, folders, state_of
+from benchmarks.claims.jobs import Wanted, folders, possible, search_jobs, searches, wanted
 from benchmarks.claims.records import Records, RunRecord, SearchRecord, written
 from benchmarks.claims.results import run_record, search_hash, search_record
 from piecework.server_app.records import CheckpointError, RunDir
+from piecework.studies.notes import Note, NoteError, state_of
 
 Say = Callable[[str], None]
 
@@ -122,16 +122,16 @@ def add_run(merge: Merge, folder: Path) -> None:
     """Add the record of a run in a folder, or say why not."""
     try:
         note = Note.read(folder)
-    except ClaimError as error:
+    except NoteError as error:
         return merge.tell("left out", error)
     if note is None:
         return merge.tell("left out", folder, "nothing notes beside it which run it is")
-    if note.searched:
-        if note.hash not in {j.hash for p in searches(merge.claim) for j in search_jobs(merge.claim, p)}:
-            merge.tell("left out", note.case, note.row, folder.name, "of another definition")
+    if note.job["searched"]:
+        if note.job["hash"] not in {j.hash for p in searches(merge.claim) for j in search_jobs(merge.claim, p)}:
+            merge.tell("left out", note.job["case"], note.job["row"], folder.name, "of another definition")
         return None
-    where = note.case, note.row, f"seed {note.seed}"
-    if why := wrong(merge, note.case, note.row, note.seed, note.hash):
+    where = note.job["case"], note.job["row"], f"seed {note.job['seed']}"
+    if why := wrong(merge, note.job["case"], note.job["row"], note.job["seed"], note.job["hash"]):
         return merge.tell("left out", *where, why)
     state = state_of(folder)
     if state == "broken":
@@ -142,5 +142,5 @@ def add_run(merge: Merge, folder: Path) -> None:
         record = run_record(merge.claim, folder, note)
     except (CheckpointError, ClaimError) as error:
         return merge.tell("left out", *where, error)
-    merge.add(merge.runs, (note.case, note.row, note.seed), record, f"seed {note.seed}")
+    merge.add(merge.runs, (note.job["case"], note.job["row"], note.job["seed"]), record, f"seed {note.job['seed']}")
     return None

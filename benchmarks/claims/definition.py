@@ -43,6 +43,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from piecework.device_profiles.documents import abbreviate, read_toml
+from piecework.studies.jobs import slug
 from piecework.training.settings import Scalar
 
 FOLDER = Path(__file__).parent
@@ -284,10 +285,3 @@ def _each_once(claim: Claim) -> None:
                 )
     if len(set(claim.seeds)) < len(claim.seeds):
         raise ClaimError(f"{claim.path}: seeds = {list(claim.seeds)}: each must be unique")
-
-
-def slug(name: str) -> str:
-    """Return a name as a folder has it: `FeDepth, fitted` becomes `fedepth-fitted`."""
-    words = "".join(character if character.isalnum() or character == "." else " " for character in name.lower()).split()
-    found = "-".join(words)
-    return found if found.strip(".") else "unnamed"  # `..` would be the folder above

@@ -1,17 +1,16 @@
 """The runs of a claim: what each trains with, where it is written, and in which order they are started."""
 
-import hashlib
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from benchmarks.claims.definition import FOLDER, Case, Claim, ClaimError, Row, read, slug
-from piecework.device_profiles.documents import read_json
+from benchmarks.claims.definition import FOLDER, Case, Claim, ClaimError, Row, read
 from piecework.device_profiles.fleet import load_fleet
 from piecework.server_app.used_settings import require_used
+from piecework.studies.jobs import hash_of, slug
 from piecework.training.methods import find_entry
 from piecework.training.settings import Scalar, Settings
 
@@ -41,12 +40,14 @@ class Job:
 
     @cached_property
     def hash(self) -> str:
-        """Eight characters that identify what was given; a default that a later version adds or changes is not in it."""
-        given: dict[str, object] = {**self.settings}
-        if "fleet" in given:
-            content = read_json(str(given["fleet"]))
-            given["fleet"] = {key: value for key, value in content.items() if key not in ("name", "description")}
-        return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:8]
+        """Eight characters that identify what was given."""
+        return hash_of(self.settings)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the note beside the run says it is."""
+        keys = ("claim", "case", "row", "searched", "seed", "rate", "hash")
+        return {key: getattr(self, key) for key in keys}
 
     @property
     def name(self) -> str:
@@ -62,6 +63,13 @@ class Job:
     def folder(self, out: Path) -> Path:
         """Return the folder of the run below `out`."""
         return out / self.claim / slug(self.case) / slug(self.row) / self.name
+
+
+def folders(out: Path, claim: str) -> Iterator[Path]:
+    """Yield the folders of all runs of a claim below `out`, also of those that wrote none, by name."""
+    for path in sorted(each for each in (out / claim).glob("*/*") if each.is_dir()):
+        names = {each.name.removesuffix(".json") for each in path.iterdir() if each.is_dir() or each.suffix == ".json"}
+        yield from (path / name for name in sorted(names))
 
 
 def source_of(claim: Claim, case: Case, row: Row) -> Place | None:

@@ -10,47 +10,17 @@ from typing import Any
 
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Place, best_rate, search_jobs
-from benchmarks.claims.notes import Note, state_of
 from benchmarks.claims.records import RunRecord, SearchRecord, thinned
 from benchmarks.claims.storage import STORAGE, Devices, seconds_of_rounds
 from piecework.device_profiles.fleet import load_fleet
 from piecework.report import display
-from piecework.report.read_records import Record, read_final, read_models, read_rounds, read_summary, with_details
+from piecework.report.read_records import Record, read_final, read_models, with_details
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import COMPLETED
 from piecework.server_app.summary import peak_over_budget, worst_and_mean
+from piecework.studies.notes import Note, state_of
+from piecework.studies.results import Evaluations, evaluations, last_accuracy, whole_rounds
 from piecework.training.settings import Settings, SettingsError
-
-Evaluations = list[tuple[int, float]]  # round, accuracy
-
-
-def evaluations(rounds: Sequence[Record], final: Record | None, measure: str) -> Evaluations:
-    """Return the evaluated rounds with their accuracies by `measure`.
-
-    The evaluation of the trained model, `final`, is that of the last round, in whose place it stands.
-    """
-    found = {record["round"]: record[measure] for record in rounds if record.get(measure) is not None}
-    if rounds and final is not None and final.get(measure) is not None:
-        found[rounds[-1]["round"]] = final[measure]
-    return sorted(found.items())
-
-
-def whole_rounds(run_dir: RunDir) -> list[Record]:
-    """Return the records of all rounds of a run that has ended. Raises CheckpointError if some are damaged or missing."""
-    rounds, summary = read_rounds(run_dir), read_summary(run_dir)
-    if summary is not None and len(rounds) != summary["rounds"]:
-        raise CheckpointError(
-            f"{run_dir.rounds_file} is damaged: it has the records of {len(rounds)} rounds, and the run's summary counts "
-            f"{summary['rounds']}. Move the run's folder away, and `run` starts it again"
-        )
-    return rounds
-
-
-def last_accuracy(folder: Path, measure: str) -> float | None:
-    """Return the accuracy of the last evaluation of a run that has ended, or None without one. Raises CheckpointError."""
-    run_dir = RunDir(folder)
-    found = evaluations(whole_rounds(run_dir), read_final(run_dir), measure)
-    return found[-1][1] if found else None
 
 
 def search_figures(claim: Claim, place: Place, out: Path) -> dict[float, float | None] | None:
@@ -132,8 +102,8 @@ def run_record(claim: Claim, folder: Path, note: Note) -> RunRecord:
         found = evaluations(rounds, final, claim.measure)
         of_rounds = seconds_of_rounds(rounds, Devices(load_fleet(settings.fleet), settings.clients, settings.seed))
         values = {
-            **{key: getattr(note, key) for key in ("case", "row", "seed", "hash")},
-            "rate": settings.training.lr if run_dir.has_begun() else note.rate,
+            **{key: note.job[key] for key in ("case", "row", "seed", "hash")},
+            "rate": settings.training.lr if run_dir.has_begun() else note.job["rate"],
             **{"commit": _joined(note.commits), "machine": _joined(note.machines)},
             **{"status": "failed" if note.failed else COMPLETED, "reason": note.failed, "rounds": len(rounds)},
             **_accuracies(found, claim.last),

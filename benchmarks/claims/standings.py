@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from benchmarks.claims.definition import Case, Claim, Row
-from benchmarks.claims.failures import DIVERGED
 from benchmarks.claims.jobs import Place, search_jobs, searches, seed_job, source_of
 from benchmarks.claims.records import Records, RunRecord, SearchRecord
 from benchmarks.claims.results import search_hash
 from benchmarks.claims.storage import STORAGE
+from piecework.studies.failures import DIVERGED
 
 TIME_AT = {storage: 2 + place for place, storage in enumerate(STORAGE)}  # where a curve's points have seconds
 MEGABYTES_AT, ACCURACY_AT = 1, -1

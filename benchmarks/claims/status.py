@@ -1,81 +1,26 @@
-"""What is missing of the claims, and how many hours of a core it will take, from the rounds that there are.
+"""What is missing of the claims, and how many hours of a core it will take, from the rounds that there are."""
 
-Rounds are taken to be of equal length. Those of a cascade's stages are not, so that its estimate is rough until a run has
-completed.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.claims.definition import Claim, ClaimError, Row
-from benchmarks.claims.jobs import Job, Place, Wanted, job_of, possible, search_jobs, searches, wanted
-from benchmarks.claims.notes import Note, State, damage_beside, folders, state_of
+from benchmarks.claims.definition import Claim, Row
+from benchmarks.claims.jobs import Job, Place, Wanted, folders, job_of, possible, search_jobs, searches, wanted
 from benchmarks.claims.recorded import Recorded
 from benchmarks.claims.records import DOCS
 from benchmarks.claims.results import rate_or_damage
 from benchmarks.claims.standings import cannot_train
-from piecework.report.read_records import Record
 from piecework.server_app.records import RunDir
-from piecework.server_app.run_folder import has_completed
+from piecework.studies.notes import Note, NoteError, State, damage_beside, state_of
+from piecework.studies.pace import Pace, Seen, look_at, pace_of, seconds_left
 from piecework.training.settings import Settings
 
 STATES: tuple[State, ...] = ("recorded", "done", "running", "failed", "broken", "damaged", "begun", "missing")
 
 
 ENDED: tuple[State, ...] = ("recorded", "done", "failed", "damaged")
-
-
-@dataclass(frozen=True)
-class Pace:
-    """A core's seconds of a round without and with an evaluation (None: none was seen), and of what a run does besides."""
-
-    plain: float
-    evaluated: float | None
-    beside: float = 0.0
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What was seen of a run: its rounds, and the seconds that it took besides them, None unless it has completed.
-
-    `share` is how much of a core its processes had (notes.py): seconds times it are those on a core of its own.
-    """
-
-    rounds: Sequence[Record]
-    beside: float | None = None
-    share: float = 1.0
-
-
-def pace_of(runs: Iterable[Seen]) -> Pace | None:
-    """Return the pace of runs of one row on a core of their own, None without a round.
-
-    Each run's first round, which also traces the model, counts only where there is no other. Where every round was evaluated,
-    the others are taken to be as long.
-    """
-    found = list(runs)
-    later = [(run, record) for run in found for record in run.rounds[1:]] or [
-        (r, each) for r in found for each in r.rounds
-    ]
-    plain = [run.share * record["seconds"] for run, record in later if record["accuracy"] is None]
-    evaluated = [run.share * record["seconds"] for run, record in later if record["accuracy"] is not None]
-    if not later:
-        return None
-    beside = [run.share * run.beside for run in found if run.beside is not None]
-    return Pace(fmean(plain or evaluated), fmean(evaluated) if evaluated else None, fmean(beside) if beside else 0.0)
-
-
-def seconds_left(settings: Settings, done: int, pace: Pace) -> float:
-    """Return the seconds that a run with these settings takes after its first `done` rounds.
-
-    Where no evaluation was seen, rounds with one are counted as others.
-    """
-    to_come = range(done + 1, settings.num_rounds + 1)
-    due = sum(map(settings.evaluation_due, to_come))
-    evaluated = pace.plain if pace.evaluated is None else pace.evaluated
-    return (len(to_come) - due) * pace.plain + due * evaluated + pace.beside
 
 
 @dataclass
@@ -161,14 +106,10 @@ class Watch:
         return {str(job.folder(self.out)) for job in jobs}
 
     def look(self, job: Job) -> Seen:
-        """Return what there is of a run: its rounds before any damage."""
+        """Return what there is of a run, with its share of a core."""
         folder = job.folder(self.out)
         if str(folder) not in self.seen:
-            run_dir = RunDir(folder)
-            rounds, _ = run_dir.readable_rounds()
-            inside = sum(record["seconds"] for record in rounds)
-            beside = max(0.0, run_dir.seconds() - inside) if has_completed(run_dir) else None
-            self.seen[str(folder)] = Seen(rounds, beside, share_of(folder))
+            self.seen[str(folder)] = look_at(folder, share_of(folder))
         return self.seen[str(folder)]
 
     def pace(self, job: Job) -> Pace | None:
@@ -198,7 +139,7 @@ def share_of(folder: Path) -> float:
     """Return how much of a core a run's processes had; 1 where nothing noted it."""
     try:
         note = Note.read(folder)
-    except ClaimError:  # which the status names
+    except NoteError:  # which the status names
         return 1.0
     return (note and note.share) or 1.0
 

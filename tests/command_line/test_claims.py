@@ -9,9 +9,10 @@ import pytest
 from claims_helpers import TWO_CASES, a_claim
 
 from benchmarks.claims import jobs
-from benchmarks.claims.definition import Claim, ClaimError, names, slug
+from benchmarks.claims.definition import Claim, ClaimError, names
 from benchmarks.claims.jobs import Wanted, best_rate, in_order, searches, wanted
 from benchmarks.claims.records import Records, RunRecord, SearchRecord, rounded, thinned
+from piecework.studies.jobs import slug
 
 Make = Callable[[str], Claim]
 

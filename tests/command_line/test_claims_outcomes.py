@@ -8,11 +8,11 @@ import pytest
 from claims_helpers import finish, template
 from helpers import TRIO, fleet_json, run_local
 
-from benchmarks.claims.failures import DIVERGED, result_of
-from benchmarks.claims.notes import Note
-from benchmarks.claims.outcomes import how_it_ended
 from benchmarks.claims.standings import cannot_train
 from piecework.server_app.records import RunDir
+from piecework.studies.failures import DIVERGED, result_of
+from piecework.studies.notes import Note
+from piecework.studies.outcomes import how_it_ended
 
 EMPTY = "no client trained in round 2: 3 asked, 0 refused for memory\nclient 0: something"
 POOR = {"status": "memory", "reason": "needs 9 bytes of training memory, the budget allows 5", "needed": 9}

@@ -9,10 +9,11 @@ import pytest
 from claims_harness import IN_ORDER, NOBODY, SMALL, Harness, Process
 from claims_helpers import a_claim, finish
 
-from benchmarks.claims import jobs, queue, runner
+from benchmarks.claims import jobs
 from benchmarks.claims.collect import collect
-from benchmarks.claims.notes import Note
 from benchmarks.claims.status import status_of
+from piecework.studies import queue, runner
+from piecework.studies.notes import Note
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ from benchmarks.claims import jobs
 from benchmarks.claims.collect import collect
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Wanted
-from benchmarks.claims.notes import Note
 from benchmarks.claims.records import Records
-from benchmarks.claims.results import evaluations, found_rate, run_record, search_record
+from benchmarks.claims.results import found_rate, run_record, search_record
 from piecework.client_app import disk
 from piecework.server_app.records import RunDir
+from piecework.studies.notes import Note
+from piecework.studies.results import evaluations
 
 WEAK = ("weak", "FeDepth")
 

@@ -13,10 +13,11 @@ from benchmarks.claims import __main__ as command
 from benchmarks.claims import jobs
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Wanted
-from benchmarks.claims.notes import Note
-from benchmarks.claims.status import STATES, Pace, Seen, pace_of, seconds_left, status_of
+from benchmarks.claims.status import STATES, status_of
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import run_lock
+from piecework.studies.notes import Note
+from piecework.studies.pace import Pace, Seen, pace_of, seconds_left
 from piecework.training.settings import Settings
 
 WEAK = ("weak", "FeDepth")

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.claims.child import PROMPT
-from benchmarks.claims.failures import reason_of, result_of
-from benchmarks.claims.notes import beside
-from benchmarks.claims.results import last_accuracy
 from piecework.commands.runs import remove
 from piecework.device_profiles.profile import format_percent
 from piecework.report.display import format_seconds
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer
+from piecework.studies.child import PROMPT
+from piecework.studies.failures import reason_of, result_of
+from piecework.studies.notes import beside
+from piecework.studies.results import last_accuracy
 
 TERMINATED = 143  # exit code after SIGTERM
 ENDED_BY_SIGNAL = (130, TERMINATED)
@@ -28,10 +28,12 @@ class Outcome:
     final: bool = False
 
 
-def how_it_ended(folder: Path, code: int, before: tuple[int, int] | None, stopped: str) -> Outcome:
-    """Return how the process of a run ended. `stopped` says why the harness ended it, if it did.
+def how_it_ended(
+    folder: Path, code: int, before: tuple[int, int] | None, stopped: str, command: str = "run"
+) -> Outcome:
+    """Return how the process of a run ended. `stopped` says why it was asked to end, if it was.
 
-    `before` is the version of the summary that an earlier process left.
+    `before` is the version of the summary that an earlier process left, `command` what goes on with the run.
     """
     run_dir = RunDir(folder)
     if has_completed(run_dir):
@@ -40,9 +42,9 @@ def how_it_ended(folder: Path, code: int, before: tuple[int, int] | None, stoppe
         return Outcome(f"has completed: {figures(folder)}")
     after = f"after round {run_dir.last_complete_round()}"
     if stopped:
-        return Outcome(f"was stopped {after}, because {stopped}; `run` goes on with it")
+        return Outcome(f"was stopped {after}, because {stopped}; `{command}` goes on with it")
     if code < 0 or code in ENDED_BY_SIGNAL:
-        return Outcome(f"was ended {after} by a signal (exit code {code}); the next `run` goes on with it")
+        return Outcome(f"was ended {after} by a signal (exit code {code}); the next `{command}` goes on with it")
     own = run_dir.summary_version() != before
     if own and (result := result_of(run_dir)):
         return Outcome(f"FAILED: {result}\n  log: {beside(folder, 'log')}", result, final=True)

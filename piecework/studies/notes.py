@@ -1,4 +1,4 @@
-"""What the harness notes beside a run's folder, and in which state that shows a run to be.
+"""What is noted beside a run's folder, and in which state that shows a run to be.
 
 seed-1-0f3c9a1b/          the folder of the run, as every run's
 seed-1-0f3c9a1b.json      the note: which run it is, with which commits on which machines it was started, why it failed
@@ -8,42 +8,36 @@ seed-1-0f3c9a1b.log       what its processes printed
 
 import json
 import platform
-import subprocess
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from benchmarks.claims.definition import ClaimError
-from benchmarks.claims.failures import reason_of, result_of
-from benchmarks.claims.jobs import Job
 from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.documents import read_json
 from piecework.device_profiles.profile import usable_cpus
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer
+from piecework.studies.failures import reason_of, result_of
+from piecework.studies.jobs import Job
 
-ROOT = Path(__file__).resolve().parents[2]
 State = Literal["recorded", "done", "running", "failed", "broken", "damaged", "begun", "missing"]
+
+
+class NoteError(ValueError):
+    """A note cannot be read. The message names its file."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Which run lies beside this note. `failed` is the reason why it failed, empty if it did not.
+    """Which run lies beside this note: `job` is its identity. `failed` is the reason why it failed, empty if it did not.
 
     `final`: the failure is a result, as the run itself says that nobody can train or that it diverged (failures.py).
-    `watched`: seconds for which the harness watched its processes, and `core`: how much of a core's time they had in these.
+    `watched`: seconds for which its processes were watched, and `core`: how much of a core's time they had in these.
     """
 
-    claim: str
-    case: str
-    row: str
-    searched: bool
-    seed: int
-    rate: float | None
-    hash: str
+    job: dict[str, Any]
     commits: list[str] = field(default_factory=list)
     machines: list[str] = field(default_factory=list)
     failed: str = ""
@@ -54,22 +48,25 @@ class Note:
     @classmethod
     def of(cls, job: Job) -> Self:
         """Return the note of a job that was never started."""
-        return cls(job.claim, job.case, job.row, job.searched, job.seed, job.rate, job.hash)
+        return cls(job.identity)
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Return the note beside a run's folder, or None if there is none. Raises ClaimError."""
+        """Return the note beside a run's folder, or None if there is none. Raises NoteError."""
         path = beside(folder, "json")
         try:
             values = read_json(path.read_text(encoding="utf-8"))
-            note = cls(**values)
+            own = {each.name: values.pop(each.name) for each in fields(cls)[1:] if each.name in values}
+            if "hash" not in values:
+                raise ValueError("it does not say which run it is")
+            note = cls(values, **own)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError) as error:
-            raise ClaimError(
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise NoteError(
                 f"{path} is damaged: {error}. Move it and the run's folder away, and `run` starts it again"
             ) from None
-        if note.failed and "final" not in values:  # of before failures were told apart
+        if note.failed and "final" not in own:  # of before failures were told apart
             return replace(note, **told_apart(folder, note.failed))
         return note
 
@@ -86,8 +83,9 @@ class Note:
         return self.core / self.watched if self.watched else None
 
     def write(self, folder: Path) -> None:
-        """Write the note beside a run's folder."""
-        write_atomically(beside(folder, "json"), json.dumps(asdict(self), indent=1).encode())
+        """Write the note beside a run's folder, in one table."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)[1:]}
+        write_atomically(beside(folder, "json"), json.dumps({**self.job, **values}, indent=1).encode())
 
 
 def told_apart(folder: Path, failed: str) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def state_of(folder: Path) -> State:
     run_dir = RunDir(folder)
     try:
         note = Note.read(folder)
-    except ClaimError:
+    except NoteError:
         return "damaged"
     if writer(folder) is not None:
         return "running"
@@ -126,32 +124,9 @@ def damage_beside(folder: Path) -> str:
     """Return what is wrong with the note beside a run's folder; empty if it can be read, or there is none."""
     try:
         Note.read(folder)
-    except ClaimError as error:
+    except NoteError as error:
         return str(error)
     return ""
-
-
-def folders(out: Path, claim: str) -> Iterator[Path]:
-    """Yield the folders of all runs of a claim below `out`, also of those that wrote none, by name."""
-    for path in sorted(each for each in (out / claim).glob("*/*") if each.is_dir()):
-        names = {each.name.removesuffix(".json") for each in path.iterdir() if each.is_dir() or each.suffix == ".json"}
-        yield from (path / name for name in sorted(names))
-
-
-def this_commit() -> str:
-    """Return the commit of this checkout, `+changes` if code or presets differ from it, `unknown` outside of one."""
-    found = _git("rev-parse", "--short=10", "HEAD")
-    if found is None:
-        return "unknown"
-    return f"{found}+changes" if _git("status", "--porcelain", "--", "*.py", "*.toml") else found
-
-
-def _git(*words: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def this_machine() -> str:
