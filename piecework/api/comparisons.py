@@ -30,7 +30,14 @@ class Comparison:
         """The object that `piecework compare --json` prints."""
         from piecework.report.compare import compare_json
 
-        return compare_json(self.groups)
+        return {**compare_json(self.groups), "paired": self.pairs}
+
+    @property
+    def pairs(self) -> list[Record]:
+        """Each group's differences from the first one, between runs with the same seed, as fractions."""
+        from piecework.report.paired import pair_groups
+
+        return [pair.to_values() for pair in pair_groups(self.groups)]
 
     def to_pandas(self, what: str = "groups") -> "pandas.DataFrame":
         """Return a frame with a line a group, or with `runs` a line a run.
@@ -50,8 +57,9 @@ class Comparison:
 
     def __str__(self) -> str:
         from piecework.report.compare_view import compare_tables
+        from piecework.report.paired import paired_tables
 
-        return show_text(compare_tables(self.groups))
+        return show_text([*compare_tables(self.groups), *paired_tables(self.groups)])
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"

@@ -42,6 +42,7 @@ def compare(
     """Show runs below each other; those that differ only in the seed have a mean and its spread too."""
     from piecework.api.comparisons import compare as compare_runs
     from piecework.report.compare_view import compare_tables
+    from piecework.report.paired import paired_tables
 
     with user_errors(as_json):
         found = compare_runs(*run_dirs)
@@ -50,7 +51,7 @@ def compare(
         if as_json:
             print(json.dumps(found.record))
         else:
-            show_lines(compare_tables(found.groups))
+            show_lines([*compare_tables(found.groups), *paired_tables(found.groups)])
 
 
 @results.command()

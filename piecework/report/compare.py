@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
+from string import ascii_uppercase
 from typing import Any
 
 from piecework.device_profiles.documents import read_json
@@ -175,6 +176,11 @@ def short(value: Scalar) -> str:
 def digest(text: str) -> str:
     """Return seven characters that identify a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:7]
+
+
+def marks(groups: Sequence[Group]) -> list[str]:
+    """Return a mark for each group: A, B, .., Z, AA, BB, .."""
+    return [ascii_uppercase[i % 26] * (1 + i // 26) for i in range(len(groups))]
 
 
 def figures(group: Group) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import fmean
-from string import ascii_uppercase
 from typing import Any
 
 from rich.table import Table
@@ -14,7 +13,8 @@ from rich.text import Text
 from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.profile import format_bytes, format_percent
 from piecework.report import display
-from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures
+from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures, marks
+from piecework.report.paired import paired_section
 
 # The tables, and their columns, as they fit a terminal of 80 columns.
 TABLES = {
@@ -63,11 +63,6 @@ def legend(groups: Sequence[Group]) -> list[str]:
         note = f" ({twice}, so they are repetitions)" if twice else ""
         found.append(f"{name}: {group.label}{note}")
     return found
-
-
-def marks(groups: Sequence[Group]) -> list[str]:
-    """Return a mark for each group: A, B, .., Z, AA, BB, .."""
-    return [ascii_uppercase[i % 26] * (1 + i // 26) for i in range(len(groups))]
 
 
 def compare_rows(groups: Sequence[Group]) -> list[dict[str, str]]:
@@ -178,6 +173,7 @@ def curves_html(groups: Sequence[Group], above: str = "") -> str:
     if len(shown) == 1:
         shown.append(Section("Accuracy", "No round of these runs was evaluated."))
     shown += pictures(groups, [curve_name(mark, group) for mark, group in zip(marks(groups), groups, strict=True)])
+    shown[1:1] = [paired] if (paired := paired_section(groups)) is not None else []  # below the tables
     return page("Piecework: runs compared", f"{above}<h1>Runs compared</h1>{settings}{sections_html(shown)}")
 
 
