@@ -10,9 +10,23 @@ if TYPE_CHECKING:
     from piecework.api.comparisons import Comparison, compare
     from piecework.api.plans import Advice, Plan, plan, suggest
     from piecework.api.runs import Run, RunFailedError, run
+    from piecework.api.studies import Study, study
     from piecework.models.trained_model import TrainedModel
 
-__all__ = ["Advice", "Comparison", "Plan", "Run", "RunFailedError", "compare", "load", "plan", "run", "suggest"]
+__all__ = [
+    "Advice",
+    "Comparison",
+    "Plan",
+    "Run",
+    "RunFailedError",
+    "Study",
+    "compare",
+    "load",
+    "plan",
+    "run",
+    "study",
+    "suggest",
+]
 
 __version__ = "0.1.0"
 
@@ -27,6 +41,7 @@ _PLACES = {  # loaded when they are asked for: clients and boards import this pa
     **dict.fromkeys(("Comparison", "compare"), "comparisons"),
     **dict.fromkeys(("Advice", "Plan", "plan", "suggest"), "plans"),
     **dict.fromkeys(("Run", "RunFailedError", "run"), "runs"),
+    **dict.fromkeys(("Study", "study"), "studies"),
 }
 
 

@@ -35,9 +35,18 @@ from piecework.commands.deploy import commands
 from piecework.commands.export import export  # noqa: F401  (adds the command)
 from piecework.commands.lists import lists
 from piecework.commands.new import new  # noqa: F401  (adds the command)
-from piecework.commands.options import Scalars, connection_to, run_command, seeds_from, settings_from
+from piecework.commands.options import (
+    Scalars,
+    connection_to,
+    merge_assignments,
+    options_given,
+    run_command,
+    seeds_from,
+    settings_from,
+)
 from piecework.commands.results import results
 from piecework.commands.serve import serve  # noqa: F401  (adds the command)
+from piecework.commands.studies import Strategies, Sweep, options_of_runs, run_study, studies
 from piecework.device_profiles.user_cache import trace_anew
 from piecework.engines.processes import Connection
 from piecework.server_app.signals import end_on_hangup
@@ -49,10 +58,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(results)
+app.add_typer(studies)
 app.add_typer(lists)
 app.add_typer(commands)
 
@@ -75,6 +84,9 @@ def run(
     nodes: Annotated[int, typer.Option(help="number of clients; deployment without it starts 4")] = 0,
     assignments: Set = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="several runs, e.g. 1,2,3")] = "",
+    strategies: Strategies = "",
+    sweep: Sweep = [],  # noqa: B006
+    study: Annotated[str, typer.Option(metavar="NAME", help="go on with a study, or name a new one")] = "",
     output_dir: Annotated[str, typer.Option(help="where runs are written")] = "",
     restarts: Annotated[int, typer.Option(min=0, help="maximum number of times to resume a crashed run")] = 0,
     superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="train on the nodes of a running SuperLink")] = "",
@@ -91,6 +103,11 @@ def run(
     listen()
     with user_errors(as_json), trace_anew(no_cache):
         connection = connection_to(superlink, root_certificates, insecure)
+        if study or strategies or sweep:
+            asked = merge_assignments(assignments, options_given(engine, nodes, output_dir) | named)
+            options = options_of_runs(restarts, connection, no_cache)
+            run_study(study, preset, asked, (strategies, sweep, seeds), options, fail_on_excluded_class, as_json)
+            return
         settings = settings_from(
             preset,
             assignments,

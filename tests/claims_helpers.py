@@ -14,6 +14,7 @@ from benchmarks.claims import jobs
 from benchmarks.claims.definition import Claim
 from piecework.server_app.records import RunDir
 from piecework.training.settings import Settings
+from piecework.training.settings.table import flat
 
 TWO_CASES = """
 title = "a"
@@ -84,15 +85,16 @@ def finish(
     seconds: float = 2.0,
     status: str = "completed",
     reason: str = "",
+    settings: dict[str, Any] | None = None,
     **changes: Any,
 ) -> None:
     """Write what a run leaves: a round for each accuracy, of `seconds` each; evaluated unless that is None.
 
-    `changes` are other values of each round's record.
+    `settings` are the run's, by default those of the template. `changes` are other values of each round's record.
     """
     (record,) = template().rounds()
     run_dir = RunDir(folder)
-    run_dir.create(Settings.from_run_config(template().settings()))
+    run_dir.create(Settings.from_run_config(flat(settings) if settings else template().settings()))
     run_dir.rounds_file.unlink(missing_ok=True)
     for number, accuracy in enumerate(accuracies, 1):
         run_dir.append_round(record | {"round": number, "accuracy": accuracy, "seconds": seconds, **changes})

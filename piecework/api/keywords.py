@@ -37,25 +37,26 @@ def read_keywords(settings: Values | None, keywords: Values) -> dict[str, Scalar
     if settings is not None and not isinstance(settings, Mapping):
         raise SettingsError(f"{settings!r:.100}: settings are keywords, or a mapping from their keys")
     found: dict[str, Scalar] = {}
-    for key, value in [*_flatten(settings or {}), *_flatten(keywords)]:
-        read = _read_value(key, value)
+    for key, value in [*flatten(settings or {}), *flatten(keywords)]:
+        read = read_value(key, value)
         if key in found and (type(found[key]), found[key]) != (type(read), read):
             raise SettingsError(f"{key} = {found[key]!r} contradicts {key} = {read!r}: give one of them")
         found[key] = read
     return found
 
 
-def _flatten(values: Values, table: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(values: Values, table: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each value with its key, table before name."""
     for name, value in values.items():
         key = f"{table}{str(name).replace('_', '-')}"
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{key}.")
+            yield from flatten(value, f"{key}.")
         else:
             yield SHORT.get(key, key), value
 
 
-def _read_value(key: str, value: Any) -> Scalar:
+def read_value(key: str, value: Any) -> Scalar:
+    """Return the value of a setting. Raises SettingsError for one of another type."""
     if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         value = value.item()
     if isinstance(value, bool | int | float | str):

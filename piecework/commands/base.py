@@ -13,6 +13,7 @@ from rich.text import Text
 
 from piecework import __version__
 from piecework.api.runs import NO_RUN
+from piecework.commands import complete
 from piecework.commands.console import PlainConsole
 from piecework.commands.options import OPTIONS, Scalars
 from piecework.device_profiles.fleet_file import FleetError
@@ -21,8 +22,18 @@ from piecework.training.settings import SettingsError
 out, err = PlainConsole(), PlainConsole(stderr=True)
 BAD_INPUT, FAILED = 2, 1
 INTERRUPTED, TERMINATED = 130, 143  # by Ctrl-C, by SIGTERM: 128 and the signal's number
-Preset = Annotated[str, typer.Option("--preset", help="a .toml file, or the name of a shipped one (piecework presets)")]
-Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated")]
+Preset = Annotated[
+    str,
+    typer.Option(
+        "--preset",
+        help="a .toml file, or the name of a shipped one (piecework presets)",
+        autocompletion=complete.one_of(complete.presets),
+    ),
+]
+Set = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="a setting; may be repeated", autocompletion=complete.assignment),
+]
 NoCache = Annotated[
     bool, typer.Option("--no-cache", help="trace costs anew, neither reading nor writing those kept by other commands")
 ]
@@ -40,6 +51,11 @@ SHORTHANDS: dict[str, tuple[type, str]] = {
 }
 
 
+def completion(key: str) -> complete.Complete | None:
+    """Return what completes the value of a setting, if it has names."""
+    return complete.one_of(complete.NAMED[key]) if key in complete.NAMED else None
+
+
 def with_shorthands(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the parameter `named` of a command by the options of SHORTHANDS; it gets those that were given, by setting."""
     names = {key: f"{key.replace('-', '_')}_" for key in SHORTHANDS}
@@ -48,7 +64,7 @@ def with_shorthands(command: Callable[..., None]) -> Callable[..., None]:
             names[key],
             Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[kind | None, typer.Option(OPTIONS[key], help=text)],
+            annotation=Annotated[kind | None, typer.Option(OPTIONS[key], help=text, autocompletion=completion(key))],
         )
         for key, (kind, text) in SHORTHANDS.items()
     ]

@@ -57,17 +57,25 @@ def settings_from(
     With `resume-from`, that run's settings replace the defaults. Otherwise the number of clients defaults to that of the fleet,
     or 20; to 4 if real processes are started; and to the number of nodes if they are `there` already.
     """
-    from piecework.server_app.local_grid import default_workers
-
-    options: Scalars = {"engine": engine, "clients": nodes, "output-dir": output_dir}
-    asked_for = merge_assignments(assignments, {key: value for key, value in options.items() if value} | (named or {}))
+    asked_for = merge_assignments(assignments, options_given(engine, nodes, output_dir) | (named or {}))
     app = "" if preset else find_app(asked_for)
     find_entry(str(asked_for.get("strategy", fields()["strategy"].default)))
     if there and asked_for.get("engine", "deployment") != "deployment":
         raise SettingsError(f"engine = {asked_for['engine']} with --superlink: a SuperLink's nodes are real processes")
-    values = add_preset(asked_for, preset or app)
-    if there:
-        values["engine"] = "deployment"
+    return complete(add_preset(asked_for, preset or app), there=there)
+
+
+def options_given(engine: str, nodes: int, output_dir: str) -> Scalars:
+    """Return the settings of these options, as far as they are given."""
+    options: Scalars = {"engine": engine, "clients": nodes, "output-dir": output_dir}
+    return {key: value for key, value in options.items() if value}
+
+
+def complete(given_values: Scalars, *, there: bool = False) -> Settings:
+    """Return the settings of a run that was given these values, checked, with what `settings_from` adds to them."""
+    from piecework.server_app.local_grid import default_workers
+
+    values = given_values | ({"engine": "deployment"} if there else {})
     given, resumed = set(values), str(values.get("resume-from", ""))
     if resumed not in ("", "auto"):
         values = settings_of_run(resumed) | values

@@ -17,8 +17,6 @@ from typing import Any, cast
 from uvicorn import config
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from piecework.deploy.supernode import look_every
-
 CONNECTIONS = Path("/proc/net/tcp")
 LOOK_SECONDS = 0.2  # instead of 3 for the next message and 0.5 for the reply: the SuperLink is on this machine
 REFUSAL = b"HTTP/1.1 403 Forbidden\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -74,6 +72,8 @@ def main() -> None:
     if possible():
         cast(dict[str, Any], config.HTTP_PROTOCOLS)["auto"] = OwnUserProtocol
     if name == "flower-supernode":
+        from piecework.deploy.supernode import look_every
+
         look_every(LOOK_SECONDS)
     if name == "flower-superlink":
         from piecework.deploy.busy_superlink import prepare

@@ -12,7 +12,10 @@ from subprocess import PIPE, STDOUT, Popen
 import piecework
 
 # `-P` keeps modules of the working directory from hiding others; Piecework that is not installed is found where it is here.
-CODE = "import sys; sys.path.append(sys.argv.pop(1)); from piecework.studies.child import main; main()"
+CODE = (
+    "import sys; sys.path.append(sys.argv.pop(1)); from piecework.studies.child import end_with_starter; end_with_starter();"
+    "from piecework.cli import main; main()"
+)
 GONE = 1  # exit code
 PROMPT = "$ piecework "  # before the words of each process in a log
 
@@ -33,16 +36,12 @@ def spawn(words: list[str], log: Path) -> Popen[bytes]:
         )
 
 
-def main() -> None:
-    """Run the command line of Piecework with the words of this process."""
-    threading.Thread(target=end_with_starter, daemon=True).start()
-    from piecework.cli import main as run_commands
-
-    run_commands()
-
-
 def end_with_starter() -> None:
-    """Wait for the end of standard input, and exit there and then: a resumed run repeats the round that this breaks off."""
-    while os.read(0, 1):
-        pass
-    os._exit(GONE)
+    """Exit at the end of standard input, there and then: a resumed run repeats the round that this breaks off."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(GONE)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,269 @@
+"""Studies: which runs they have, how they go on, and what contradicts them. Most runs here only leave files."""
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import pytest
+from claims_harness import NOBODY, Process
+from claims_helpers import finish
+from click.testing import Result
+from typer.testing import CliRunner
+
+import piecework
+from piecework.cli import app
+from piecework.server_app.records import RunDir
+from piecework.studies import queue, runner
+from piecework.studies.ask import find_study, parse_sweep, read_sweep
+from piecework.studies.study import Study
+from piecework.training.settings import Scalar, SettingsError
+
+TWO = ["--strategies", "fedavg,heterofl", "--seeds", "1,2", "--rounds", "3"]
+IN_ORDER = [(strategy, seed) for seed in (1, 2) for strategy in ("fedavg", "heterofl")]
+
+
+class Here:
+    """A folder in which studies are run by processes that only leave `accuracies`, by strategy and seed; None fails."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.words = folder, list[list[str]]()
+        self.accuracies: dict[tuple[str, int], float | None] = {}
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(runner, "POLL", 0.0)
+        monkeypatch.setattr(runner, "DYING", 0.0)
+        monkeypatch.setattr(queue, "spawn", self.spawn)
+
+    def spawn(self, words: list[str], log: Path) -> Any:
+        self.words.append(words)
+        run = log.with_name(log.name.removesuffix(".log"))
+        given = tomllib.loads(run.with_name(f"{run.name}.toml").read_text("utf-8"))
+        accuracy = self.accuracies.get((given["strategy"], given["seed"]), 0.5)
+        log.write_text("error: no such data set\n", "utf-8")
+        if accuracy is None:
+            return Process(2)
+        finish(run, [0.1, 0.2, accuracy], settings=given)
+        return Process(0)
+
+    def run(self, *words: str) -> Result:
+        self.words.clear()
+        return CliRunner().invoke(app, ["run", *words])
+
+    @property
+    def started(self) -> list[tuple[str, int]]:
+        """The strategies and seeds of the runs that were started."""
+        names = [Path(words[words.index("--preset") + 1]).name.split("-seed") for words in self.words]
+        return [(strategy, int(rest.partition("-")[0])) for strategy, rest in names]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    return Here(tmp_path, monkeypatch)
+
+
+def test_a_study_is_run_once_and_in_order(here: Here) -> None:
+    here.accuracies = {("fedavg", 1): 0.50, ("fedavg", 2): 0.60, ("heterofl", 1): 0.54, ("heterofl", 2): 0.62}
+    done = here.run("--study", "s", *TWO)
+    assert done.exit_code == 0, done.output
+    assert here.started == IN_ORDER
+    assert "strategy=fedavg seed=1 has completed: accuracy 50.0%" in done.stderr
+    assert "4 of 4 runs done" in done.stdout
+    assert "B against A  at the end  +3.00 ± 1.41 points      2   in 2          -" in done.stdout
+    page = (here.folder / "runs/s/compare.html").read_text("utf-8")
+    assert "<td>+3.00 ± 1.41 points</td>" in page
+    for words in (TWO, []):
+        again = here.run("--study", "s", *words)
+        assert (again.exit_code, here.words) == (0, [])
+        assert again.stdout == done.stdout
+
+
+def test_the_file_of_a_study(here: Here) -> None:
+    (here.folder / "mine").mkdir()
+    here.run("--study", "s", *TWO, "--set", "data-dir=mine", "--set", "training.lr=1")
+    found = tomllib.loads((here.folder / "runs/s/study.toml").read_text("utf-8"))
+    assert found["seeds"] == [1, 2]
+    assert found["sweep"] == {"strategy": ["fedavg", "heterofl"]}
+    assert found["settings"] == {"num-rounds": 3, "data-dir": str(here.folder / "mine"), "training.lr": 1}
+
+
+def test_a_failed_run_is_counted_and_does_not_end_the_study(here: Here) -> None:
+    here.accuracies = {("fedavg", 1): None}
+    done = here.run("--study", "s", *TWO, "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert (found["status"], found["done"], found["failed"], found["missing"]) == ("failed", 3, 1, 0)
+    assert [(run["state"], run["reason"]) for run in found["runs"][:2]] == [
+        ("failed", "no such data set"),
+        ("done", ""),
+    ]
+    (pair,) = found["paired"]
+    assert pair["seeds"] == [2]
+    here.accuracies = {}
+    assert here.run("--study", "s").exit_code == 0
+    assert here.started == [("fedavg", 1)]
+
+
+def test_a_failure_that_is_a_result_is_not_repeated(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(words: list[str], log: Path) -> Any:
+        run = log.with_name(log.name.removesuffix(".log"))
+        finish(run, [], status="failed", reason=NOBODY)
+        return Process(1)
+
+    monkeypatch.setattr(queue, "spawn", nobody)
+    first = here.run("--study", "s", "--strategies", "fedavg", "--seeds", "1,2")
+    assert first.exit_code == 1
+    assert " ".join(first.stdout.split()).count(NOBODY) == 2
+    monkeypatch.setattr(queue, "spawn", here.spawn)
+    again = here.run("--study", "s")
+    assert (again.exit_code, here.words) == (1, [])
+    assert "to try it again, remove its folder and the note beside it (.json)" in again.stderr
+
+
+def test_rows_and_seeds_extend_a_study(here: Here) -> None:
+    here.run("--study", "s", *TWO)
+    assert here.run("--study", "s", "--seeds", "3", "--strategies", "fedprox").exit_code == 0
+    assert here.started == [("fedprox", 1), ("fedprox", 2), ("fedavg", 3), ("heterofl", 3), ("fedprox", 3)]
+    assert here.run("--study", "s", "--sweep", "training.lr=0.05,0.1").exit_code == 0, "0.1 is the default"
+    assert len(here.words) == 9
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rounds", "4"], "num-rounds = 4 contradicts num-rounds = 3 of the study's runs"),
+        (["--set", "training.lr=0.2"], "training.lr = 0.2 contradicts training.lr = 0.1 of the study's runs"),
+        (["--sweep", "training.lr=0.2,0.3"], "training.lr = 0.2, 0.3 contradicts training.lr = 0.1 of"),
+        (["--fleet", "boards"], "fleet = boards contradicts fleet = demo of the study's runs"),
+        (["--seed", "1", "--seeds", "2"], "--seeds 2 contradicts seed = 1: give one of them"),
+        (["--sweep", "seed=1,2"], "seed is decided for each run of a study: give --seeds"),
+        (["--set", "run-name=x"], "run-name is decided for each run of a study"),
+        (["--strategies", "fedavg", "--strategy", "fedavg"], "strategy is given one value, and swept over several"),
+        (["--strategies", "fedawg"], "fedawg"),
+        (["--sweep", "training.lr=0.1,0.1"], "expected different values, separated by commas"),
+        (["--sweep", "training.lr"], "expected KEY=VALUE,VALUE"),
+        (["--sweep", "training.lr=0,1"], "training.lr = 0"),
+    ],
+)
+def test_what_contradicts_a_study_is_refused(here: Here, words: list[str], said: str) -> None:
+    here.run("--study", "s", *TWO)
+    before = (here.folder / "runs/s/study.toml").read_text("utf-8")
+    done = here.run("--study", "s", *words)
+    assert (done.exit_code, here.words) == (2, [])
+    assert said in " ".join(done.stderr.split())
+    assert (here.folder / "runs/s/study.toml").read_text("utf-8") == before
+
+
+def test_what_does_not_contradict_a_study(here: Here) -> None:
+    here.run("--study", "s", *TWO)
+    done = here.run(
+        "--study", "s", "--fleet", "demo", "--set", "training.lr=0.1", "--rounds", "3", "--set", "workers=1"
+    )
+    assert (done.exit_code, here.words) == (0, [])
+
+
+def test_a_study_that_is_none_is_not_begun(here: Here) -> None:
+    done = here.run("--study", "typo", "--rounds", "3")
+    assert done.exit_code == 2
+    assert "typo is not the folder of a study. A new one needs something to compare" in " ".join(done.stderr.split())
+    (here.folder / "runs/full").mkdir(parents=True)
+    (here.folder / "runs/full/notes").touch()
+    done = here.run("--study", "full", *TWO)
+    assert "full holds 'notes', but no study.toml" in " ".join(done.stderr.split())
+    assert here.words == []
+
+
+def test_a_name_is_chosen_and_said(here: Here) -> None:
+    done = here.run(*TWO, "--output-dir", "out")
+    (folder,) = (here.folder / "out").glob("study-*")
+    assert done.stdout.splitlines()[-1] == f"study folder: {folder}"
+
+
+def test_an_interrupted_run_goes_on(here: Here) -> None:
+    here.run("--study", "s", *TWO)
+    (run,) = here.folder.glob("runs/s/heterofl-seed1-*/")
+    (run / "summary.json").unlink()
+    done = here.run("--study", "s", "--set", "workers=2")
+    assert here.words == [["run", "--set", "workers=2", "--set", f"resume-from={run}"]]
+    assert "strategy=heterofl seed=1 goes on" in done.stderr
+
+
+def study_of(folder: Path, asked: dict[str, Scalar], sweep: dict[str, Sequence[Any]], preset: str = "") -> Study:
+    return find_study("new", {"output-dir": str(folder), **asked}, preset, read_sweep([], sweep), [1])[1]
+
+
+def test_a_value_without_effect_in_a_row_is_left_out_of_it(tmp_path: Path) -> None:
+    study = study_of(tmp_path, {}, {"strategy": ["fedavg", "fedprox"], "fedprox": {"mu": [0.1, 1]}})
+    assert [row.label for row in study.rows] == [
+        "strategy=fedavg",
+        "strategy=fedprox fedprox.mu=0.1",
+        "strategy=fedprox fedprox.mu=1",
+    ]
+    with pytest.raises(SettingsError, match=r"fedprox\.mu: no run of this study uses it"):
+        study_of(tmp_path, {}, {"strategy": ["fedavg", "heterofl"], "fedprox.mu": [0.1, 1]})
+
+
+def test_a_preset_s_own_settings_stay_with_its_system(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('strategy = "fedprox"\nseed = 7\n[fedprox]\nmu = 0.3\n', "utf-8")
+    preset = str(tmp_path / "mine.toml")
+    asked: dict[str, Scalar] = {"output-dir": str(tmp_path)}
+    _, study = find_study("new", asked, preset, parse_sweep("fedavg,fedprox", []), [])
+    assert study.seeds == (7,)
+    assert [row.settings.get("fedprox.mu") for row in study.rows] == [None, 0.3]
+    _, other = find_study("new", asked, preset, parse_sweep("fedavg,heterofl", []), [])
+    assert "fedprox.mu" not in other.settings
+
+
+def test_the_identity_of_a_run_is_what_its_numbers_depend_on(tmp_path: Path) -> None:
+    def hashes(**asked: Scalar) -> list[str]:
+        return [job.hash for job in study_of(tmp_path, asked, {"strategy": ["fedavg", "heterofl"]}).jobs()]
+
+    own = hashes()
+    assert (
+        own == hashes(workers=1, **{"data-dir": "elsewhere"}) == hashes(**{"training.lr": 0.1}) == hashes(fleet="demo")
+    )
+    assert len({*own, *hashes(fleet="boards"), *hashes(**{"training.lr": 1})}) == 6
+    assert hashes(**{"training.lr": 1}) == hashes(**{"training.lr": 1.0})
+
+
+def test_values_with_commas_are_in_a_list() -> None:
+    found = parse_sweep("a, b", ['training.lr-rounds=["30,60", "45"]', "clients=4,8"])
+    assert found == {"strategy": ["a", "b"], "training.lr-rounds": ["30,60", "45"], "clients": [4, 8]}
+
+
+def test_from_python(here: Here) -> None:
+    here.accuracies = {("heterofl", 1): 0.54, ("heterofl", 2): 0.52, ("heterofl", 3): None}
+    found = piecework.study(
+        name="s", strategies=["fedavg", "heterofl"], seeds=[1, 2, 3], num_rounds=3, progress=False, preset=""
+    )
+    assert [run.settings["seed"] for run in found.runs] == [1, 2, 3, 1, 2]
+    assert found.failed == {"strategy=heterofl seed=3": "no such data set"}
+    (pair,) = found.pairs
+    assert (pair["seeds"], pair["mean"]) == ([1, 2], pytest.approx(0.03))
+    assert list(found.to_pandas("pairs")["ahead"]) == [2]
+    assert len(found.to_pandas("runs")) == 5
+    assert str(piecework.Study("runs/s").status) == "5 of 6 runs done, 1 failed"
+    shown = CliRunner().invoke(app, ["study", "s", "--json"])
+    assert json.loads(shown.stdout) == json.loads(json.dumps(found.record))
+
+
+def test_a_module_of_this_process_is_refused(here: Here) -> None:
+    from torch import nn
+
+    class Net(nn.Sequential):
+        pass
+
+    with pytest.raises(SettingsError, match=r"do not have this module: give FILE\.py:FUNCTION"):
+        piecework.study(name="s", seeds=[1, 2], model=Net(nn.Flatten(), nn.Linear(64, 10)))
+
+
+def test_what_is_missing_and_for_how_long(here: Here) -> None:
+    """Rounds of 2 s, the last of three evaluations; a completed run takes 3 s besides."""
+    here.run("--study", "s", *TWO)
+    (run,) = here.folder.glob("runs/s/heterofl-seed2-*/")
+    given = RunDir(run).settings()
+    rmtree(run)
+    finish(run, [0.1], status="", settings=given)
+    shown = CliRunner().invoke(app, ["study", "runs/s"])
+    assert shown.stdout.splitlines()[0] == "s: 3 of 4 runs done, 1 interrupted, 4.0 s left"
