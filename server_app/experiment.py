@@ -33,10 +33,10 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
             require_new(run_dir)  # only now: a run of this name may have completed since the first look
         if settings.resume_from and nothing_left(run_dir, settings, run.recovery):
             return
-        callbacks = Callbacks(settings)
+        callbacks = Callbacks(settings, run.values, run_dir.path)
         run.prepare_run_dir()
         held.enter_context(run_log(run_dir.path, settings))
-        callbacks.start(run_dir.path)
+        callbacks.start()
         status, reason = "failed", ""
         try:
             status = run.run(callbacks.before(log_rounds(on_round, settings)))
@@ -45,6 +45,7 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
             raise
         except BaseException as error:
             reason = str(error) or type(error).__name__
+            callbacks.error(error)
             raise
         finally:
             run.moments.end()

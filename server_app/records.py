@@ -27,6 +27,7 @@ from piecework.training.settings import Scalar, Settings
 from piecework.training.settings.table import flat, nest
 
 SCHEMA = 3  # version of the checkpoint format; 2 has norms of updates by unit, 3 a manifest
+STATES = "callbacks.json"  # the states of callbacks when the run began
 KEPT = 2  # number of newest checkpoints that are kept, in addition to the first
 
 
@@ -105,7 +106,8 @@ class RunDir:
 
     def forget(self) -> None:
         """Delete the records, checkpoints and stores of a run that left no checkpoint to go on from."""
-        self.rounds_file.unlink(missing_ok=True)
+        for file in (self.rounds_file, self.path / STATES):
+            file.unlink(missing_ok=True)
         for folder in (self.checkpoints, self.path / "clients"):
             shutil.rmtree(folder, ignore_errors=True)
 

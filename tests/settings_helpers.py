@@ -71,6 +71,7 @@ CHOICES = {
     "feddf.server-optimiser": "adam",
     "engine": "ray",
     "callbacks": "tracker",
+    "run.track": "tensorboard,mlflow",
     "evaluation.mode": "personal",
     "fedrbn.evaluation-branch": "detector",
 }

@@ -22,14 +22,14 @@ def setting_rows(word: str = "") -> list[dict[str, Any]]:
     A strategy of one's own is MODULE:CLASS, or the name that an installed package registers.
 
     A row has the setting's `key`, its `default`, `allowed` values in words, its `meaning`, and the cases that it `belongs` to,
-    which are empty if every run uses it. The table `run` has the keys without a table. Raises SettingsError if there are none.
+    which are empty if every run uses it. `run` is also for keys without a table. Raises SettingsError if there are none.
     """
     own = word if is_own(word) or ":" in word else ""
     schemas = {name: table.model_json_schema(by_alias=True)["properties"] for name, table in tables(own).items()}
     rows = []
     for key in fields(own):
         table, _, name = key.rpartition(".")
-        schema, belongs = schemas[table or "run"][name], cases(own).get(key, ())
+        schema, belongs = schemas[table][name], cases(own).get(key, ())
         row = {
             "key": key,
             "default": schema["default"],
@@ -38,7 +38,7 @@ def setting_rows(word: str = "") -> list[dict[str, Any]]:
             "belongs": ", or ".join(map(describe_case, belongs)),
         }
         strategies = {name for case in belongs for name in case.get("strategy", ())}
-        if word in tables() or word in METHODS or own:
+        if (word and word in tables()) or word in METHODS or own:
             wanted = word == (table or "run") or bool({*lineage(word)} & strategies)
         else:
             wanted = word.lower() in f"{key} {row['meaning']}".lower()

@@ -272,9 +272,9 @@ class Exits(Callback):
 
 
 def test_a_callback_that_calls_exit_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callbacks = Callbacks(tiny_settings(callbacks=f"{__name__}:Exits"))
+    callbacks = Callbacks(tiny_settings(callbacks=f"{__name__}:Exits"), {}, tmp_path)
     with caplog.at_level(logging.WARNING, "piecework"):
-        callbacks.start(tmp_path)
+        callbacks.start()
         callbacks.end({})
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "failed in 'start'" in warning

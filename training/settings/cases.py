@@ -21,7 +21,7 @@ def cases(strategy: str = "") -> dict[str, tuple[Case, ...]]:
     found = {}
     for key, info in fields(strategy).items():
         own: Any = (info.json_schema_extra or {}).get("only") if isinstance(info.json_schema_extra, dict) else ()
-        table = tables(strategy)[key.rpartition(".")[0] or "run"]
+        table = tables(strategy)[key.rpartition(".")[0]]
         readers = [name for name, entry in entries.items() if table.name and table in map(table_class, entry.tables)]
         if own or readers:
             found[key] = tuple(each for case in own or [{}] for each in _of_methods(case, readers, entries))

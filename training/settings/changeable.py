@@ -8,6 +8,7 @@ CHANGEABLE = frozenset(
         "run-name",
         "resume-from",
         "callbacks",
+        "run.track",
         "engine",
         "workers",
         "messages.max-in-flight",

@@ -49,7 +49,7 @@ def require_table_name(name: str, taken: Collection[str], strategy: str) -> None
 
 def describe_error(error: Mapping[str, Any]) -> str:
     """Return an error of pydantic's in words: the key, the value and what is allowed."""
-    if not error["loc"]:
+    if not error["loc"] or error["type"] == "value_error":  # of a check of ours, which names the key itself
         return str(error["msg"]).removeprefix("Value error, ")
     key = ".".join(map(str, error["loc"]))
     message = str(error["msg"]).removeprefix("Input ")

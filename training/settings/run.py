@@ -38,6 +38,7 @@ from piecework.training.settings.shared import (
     TrainingSettings,
 )
 from piecework.training.settings.table import AtLeastOne, Count, Seed, Table, flat, nest, setting
+from piecework.training.settings.track import RunSettings
 
 T = TypeVar("T", bound=Table)
 
@@ -88,6 +89,7 @@ class Settings(Table):
     memory: MemorySettings = MemorySettings()
     messages: MessagesSettings = MessagesSettings()
     faults: FaultsSettings = FaultsSettings()
+    run: RunSettings = RunSettings()
 
     _tables: dict[str, Table] = PrivateAttr(
         default_factory=dict
@@ -283,7 +285,7 @@ def method_tables(strategy: str = "") -> dict[str, type[Table]]:
         found = {table.name: table for table in map(table_class, sorted(set(named)))}
         for table in map(table_class, own):
             if found.get(table.name) is not table:
-                require_table_name(table.name, {"run", *Settings.model_fields, *found}, strategy)
+                require_table_name(table.name, {*Settings.model_fields, *found}, strategy)
             found[table.name] = table
     except ValueError as error:
         raise SettingsError(str(error)) from error
@@ -292,10 +294,10 @@ def method_tables(strategy: str = "") -> dict[str, type[Table]]:
 
 @cache
 def tables(strategy: str = "") -> dict[str, type[Table]]:
-    """Return the classes of all tables by name, in their order; Settings itself is the table `run`. Raises SettingsError."""
+    """Return the classes of all tables by name, in their order; Settings itself has no name. Raises SettingsError."""
     kinds = {name: field.annotation for name, field in Settings.model_fields.items()}
     shared = {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Table)}
-    return {"run": Settings} | shared | method_tables(strategy)
+    return {"": Settings} | shared | method_tables(strategy)
 
 
 @cache
@@ -318,7 +320,7 @@ def _fields(tables: Mapping[str, type[Table]]) -> Iterator[tuple[str, FieldInfo]
         for field, info in table.model_fields.items():
             if field not in tables:
                 key = field.replace("_", "-")
-                yield key if name == "run" else f"{name}.{key}", info
+                yield f"{name}.{key}" if name else key, info
 
 
 @lru_cache(maxsize=64)
