@@ -24,7 +24,7 @@ def export(
     code: Code = "",
     as_json: Json = False,
 ) -> None:
-    """Write the trained model for the runtimes of devices. It is run on test examples before it is kept."""
+    """Write the trained model for the runtimes of devices, run on test examples before it is kept; or the run's records."""
     from piecework.exports.formats import export_run
     from piecework.models.imported.trust import import_code
     from piecework.report.progress import show_waiting

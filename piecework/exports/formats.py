@@ -46,6 +46,8 @@ FORMATS = {
     "executorch": Format(
         "executorch_model:write_executorch", "model.pte", "the trained model, for ExecuTorch on a board"
     ),
+    "csv": Format("run_records:write_csv", "csv", "a folder with tables of the rounds and of their clients"),
+    "tensorboard": Format("run_records:write_tensorboard", "tensorboard", "a folder with the curves of the rounds"),
 }
 
 
