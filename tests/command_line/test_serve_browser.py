@@ -29,7 +29,7 @@ FLAGS = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "disable-dev-shm-usage", "no-first-run"),
     *("disable-background-networking", "disable-component-update", "disable-sync"),
 )
-WAIT = 30  # seconds, on a busy machine
+WAIT = 120  # seconds, on a busy machine
 Browser = Any
 
 
@@ -111,7 +111,9 @@ def test_it_follows_a_run_to_its_end(tmp_path: Path, browser: Browser) -> None:
             begun = time.time()
             now = {"round": 3, "rounds": 4, "phase": "training", "asked": 2, "done": 1, "since": begun}
             (run.path / "now.json").write_text(json.dumps(now))
-            until(browser, f"{text('#now-says')}?.split(', ')[0]", "Round 3 of 4: training: 1 of 2 clients are done")
+            until(
+                browser, f"{text('#now-says')}?.split(', for ')[0]", "Round 3 of 4: training, 1 of 2 clients are done"
+            )
             until(browser, "document.querySelector('#now-bar').value", 1)
             run.append_round(next_round(3))
             until(browser, POINTS, 3)

@@ -9,7 +9,7 @@ let version = "", clients = [], all = false;
 function showNow(now) {
   find("#now").hidden = !now;
   if (!now) return;
-  put(find("#now-says"), now.details ? `${now.says}: ${now.details}` : now.says);
+  put(find("#now-says"), now.details ? `${now.says}, ${now.details}` : now.says);
   showBar(find("#now-bar"), now.done, now.asked);
 }
 
