@@ -181,11 +181,13 @@ def code_of(signal: BaseException | None) -> int:
 def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: bool) -> None:
     """Print a run's summary on stdout, and on stderr why it did not complete."""
     from piecework.report.display import memory_table, step_rows, step_table, summary_table
+    from piecework.report.first_sentence import first_sentence
 
     if as_json:
         print(json.dumps(summary))
     elif run_dir.has_begun():
         rounds = run_dir.rounds()
+        out.print(first_sentence(run_dir.settings(), rounds, run_dir.final(), summary["status"]), highlight=False)
         out.print(summary_table(summary, rounds, run_dir.final()))
         if rounds:
             out.print(memory_table(rounds))

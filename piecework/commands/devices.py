@@ -13,10 +13,11 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.fleet_file import FleetError, pool_devices, shipped_fleets, shipped_pools
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.profile import format_bytes, measure_device
+from piecework.device_profiles.units import format_flops
 
 # The prefix of a pool's name where a fleet's name could be.
 POOL = "pool:"
-COLUMNS = ("device", "memory", "FLOP/s", "network", "disk")
+COLUMNS = ("device", "memory", "speed", "network", "disk")
 
 
 def fleet_rows(name: str) -> list[dict[str, Any]]:
@@ -95,4 +96,4 @@ def device_cells(row: dict[str, Any]) -> list[str]:
     memory = maximum + format_bytes(row["memory_bytes"]) if ratio is None else f"{ratio:.2f} x step"
     network = f"{format_bytes(int(row['bandwidth']))}/s" if row["bandwidth"] else "-"
     disk = f"{format_bytes(int(row['disk_bandwidth']))}/s"
-    return [row["name"], memory, f"{row['flops_per_second']:.2g}", network, disk]
+    return [row["name"], memory, f"{format_flops(row['flops_per_second'])}/s", network, disk]

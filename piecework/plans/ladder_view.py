@@ -6,7 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes
-from piecework.plans.plan_view import columns, format_duration
+from piecework.device_profiles.units import format_seconds
+from piecework.plans.plan_view import columns
 
 COLUMNS = ("step", "memory", "FLOPs", "disk", "time", "step of the whole model")
 LEGEND = (
@@ -21,7 +22,7 @@ def ladder_tables(ladder: dict[str, Any]) -> list[str | Text | Table]:
     found.columns[-1].no_wrap, found.columns[-1].justify = False, "left"
     for row in ladder["rungs"]:
         disk = format_bytes(row["disk_bytes"]) if row["disk_bytes"] else "-"
-        figures = format_bytes(row["bytes"]), f"{row['flops']:.2f} x", disk, format_duration(row["seconds"])
+        figures = format_bytes(row["bytes"]), f"{row['flops']:.2f} x", disk, format_seconds(row["seconds"])
         said = "; ".join(filter(None, (row["model"], row["how"])))
         found.add_row(row["name"], *figures, said, style="bold" if row["fits"] else "")
     budget = format_bytes(ladder["budget_bytes"])

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes, format_compared
+from piecework.device_profiles.units import format_count, format_flops, format_seconds
 from piecework.planning.coverage import coverage_lines, coverage_sentence
 from piecework.planning.part import OUTPUT_LAYER_NAME
 from piecework.plans.plan_evaluation import evaluation_warning
@@ -66,8 +67,8 @@ def over_sampling(fleet: dict[str, Any]) -> list[str]:
     ends, all_there = (max(stage[key] for stage in fleet["stages"]) for key in ("round_seconds", "awaited_seconds"))
     late = max(stage["late"] for stage in fleet["stages"])
     return [
-        f"{'; '.join(how)}. It takes {format_duration(ends)}, and {late:.0%} of the clients that it asks are late; if it asked "
-        f"{enough} and waited for all, it would take {format_duration(all_there)}"
+        f"{'; '.join(how)}. It takes {format_seconds(ends)}, and {late:.0%} of the clients that it asks are late; if it asked "
+        f"{enough} and waited for all, it would take {format_seconds(all_there)}"
     ]
 
 
@@ -117,12 +118,13 @@ def piece_table(plan: dict[str, Any]) -> Table:
     """Return a table with a row per piece."""
     several, macs = len(plan["fleet"]["stages"]) > 1, plan["modules"][0]["macs"] is not None
     names = ["stage", "piece"] if several else ["piece"]
-    figures = ["parameters", "memory", "forward FLOPs", "training FLOPs", *(["MACs"] if macs else []), "bytes sent"]
+    figures = ["parameters", "memory", "forward", "training", *(["MACs"] if macs else []), "bytes sent"]
     table = columns(*names, *figures, left=len(names))
     for row in plan["modules"]:
         cells = [row["stage"], row["name"]] if several else [row["name"]]
         cells += [format_count(row["parameters"]), format_bytes(row["memory_bytes"])]
-        cells += [format_count(row[key]) for key in ("forward_flops", "training_flops", *(["macs"] if macs else []))]
+        cells += [format_flops(row["forward_flops"]), format_flops(row["training_flops"])]
+        cells += [format_flops(row["macs"], "MAC")] if macs else []
         down, up = format_bytes(row["bytes_down"]), format_bytes(row["bytes_up"])
         table.add_row(*cells, down if down == up else f"{down} / {up}")
     return table
@@ -142,9 +144,9 @@ def device_table(plan: dict[str, Any]) -> Table:
         times = [stage["seconds"] for stage in row["stages"] if stage["seconds"] is not None]
         said = several_words(row["stages"], fleet) if several else stage_words(row["stages"][0], fleet, said_needed[0])
         budget = low if low == high else f"{low} - {high}"
-        table.add_row(row["device"], str(row["clients"]), budget, format_duration(max(times)) if times else "-", said)
+        table.add_row(row["device"], str(row["clients"]), budget, format_seconds(max(times)) if times else "-", said)
     slowest = max(stage["round_seconds"] for stage in fleet["stages"])
-    table.add_row("all", str(fleet["clients"]), "", format_duration(slowest), participation(fleet["stages"]))
+    table.add_row("all", str(fleet["clients"]), "", format_seconds(slowest), participation(fleet["stages"]))
     return table
 
 
@@ -190,24 +192,12 @@ def stage_words(stage: dict[str, Any], fleet: dict[str, Any], needed: str) -> st
     if len(stage["trains"]) > SHOWN:
         lines.append(f"{sum(row['fraction'] for row in stage['trains'][SHOWN:]):.0%} otherwise")
     if stage["participation"] < 1:
-        swap = f"; by swapping, {format_duration(stage['swap_seconds'])} a round" if stage["swap_seconds"] else ""
+        swap = f"; by swapping, {format_seconds(stage['swap_seconds'])} a round" if stage["swap_seconds"] else ""
         lines.append(
             f"{1 - stage['participation']:.0%} {fleet['excluded']}: needs {needed}, "
             f"up to {format_bytes(stage['missing_bytes'])} more than there is{swap}"
         )
     return "\n".join(lines)
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds: 0.47 s, 3.2 min, 5.1 h."""
-    unit, size = next(((u, s) for u, s in (("h", 3600), ("min", 60)) if seconds >= 2 * s), ("s", 1))
-    return f"{seconds / size:.2g} {unit}" if seconds < 100 * size else f"{seconds / size:.0f} {unit}"
-
-
-def format_count(amount: float) -> str:
-    """Format a count of parameters or FLOPs: 2.57 G."""
-    unit, size = next(((u, s) for u, s in (("T", 1e12), ("G", 1e9), ("M", 1e6)) if amount >= s), ("k", 1e3))
-    return f"{amount / size:.3g} {unit}"
 
 
 def draw(plan: dict[str, Any], path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import DeviceState, format_bytes, format_compared
+from piecework.device_profiles.units import format_seconds
 from piecework.models.cascade import Blueprint
 from piecework.models.static_norms import mixes_examples
 from piecework.planning.costs import CostModel, cost_model_for
@@ -17,7 +18,6 @@ from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.planning.part import whole_model
 from piecework.plans.ladder import climb
 from piecework.plans.plan import fleet_states, make_plan, planner_for
-from piecework.plans.plan_view import format_duration
 from piecework.plans.question import PlanQuestion
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST, list_advised
@@ -135,7 +135,7 @@ def pieces_text(chosen: Row, rows: list[Row]) -> str:
     if not cut:
         return ""
     quickest = min(cut, key=lambda row: row["round_seconds"])
-    own, other = format_duration(chosen["round_seconds"]), format_duration(quickest["round_seconds"])
+    own, other = format_seconds(chosen["round_seconds"]), format_seconds(quickest["round_seconds"])
     return f"A round takes {own}; with {quickest['strategy']}, which trains the model in pieces, {other}."
 
 

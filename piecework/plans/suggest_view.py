@@ -6,8 +6,9 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes
+from piecework.device_profiles.units import format_seconds
 from piecework.plans.ladder_view import ladder_tables
-from piecework.plans.plan_view import columns, format_duration
+from piecework.plans.plan_view import columns
 
 COLUMNS = ("strategy", "take part", "each", "together", "bytes", "time", "notes")
 LEGEND = (
@@ -54,7 +55,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     found.columns[-1].no_wrap, found.columns[-1].justify = False, "left"
     for row in rows:
         figures = [fraction_range([*row["trains"].values()]), f"{row['covered']:.0%}"]
-        figures += [format_bytes(int(row["bytes_per_round"])), format_duration(row["round_seconds"])]
+        figures += [format_bytes(int(row["bytes_per_round"])), format_seconds(row["round_seconds"])]
         name = f"{row['strategy']} +fit" if row["fit"] else row["strategy"]
         part = row["participation"] - row["swapping"]
         found.add_row(name, f"{part:.0%}", *(figures if row["participation"] else "----"), notes(row))

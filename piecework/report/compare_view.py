@@ -12,7 +12,7 @@ from rich.text import Text
 
 from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.profile import format_bytes, format_percent
-from piecework.report import display
+from piecework.device_profiles.units import format_seconds
 from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures, marks
 from piecework.report.paired import paired_section
 
@@ -133,7 +133,7 @@ def with_spread(fraction: float | None, deviation: float | None) -> str:
 
 def format_duration(seconds: float | None) -> str:
     """Format seconds."""
-    return "-" if seconds is None else display.format_seconds(seconds)
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 def format_size(amount: float | None) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes, format_compared, format_percent, is_limit
+from piecework.device_profiles.units import format_seconds
 from piecework.planning.coverage import consecutive
 from piecework.report.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
@@ -321,15 +322,3 @@ def how_it_ended(run_dir: RunDir, rounds: Sequence[Record]) -> tuple[str, str, f
         return "unfinished", "", seconds
     # The summary also counts the start, but that of an older version only the last process of a resumed run.
     return summary["status"], summary["reason"], max(summary["seconds"], seconds)
-
-
-def format_seconds(seconds: float) -> str:
-    """Format seconds as `9.4 s`, `3 min 20 s`, `2 h 5 min`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -11,8 +11,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from piecework.commands.console import PlainConsole
+from piecework.device_profiles.units import format_seconds
 from piecework.planning.now import NOW
-from piecework.report.display import Record, format_seconds
+from piecework.report.display import Record
 from piecework.server_app.round_line import round_line
 
 BAR = 16  # columns

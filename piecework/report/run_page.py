@@ -8,6 +8,7 @@ from pathlib import Path
 
 from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.profile import format_bytes, format_percent
+from piecework.device_profiles.units import format_seconds
 from piecework.planning.coverage import consecutive
 from piecework.report import display
 from piecework.report.compare import fleet_name
@@ -109,7 +110,7 @@ def overview(
         *([("Bytes before stages", format_bytes(query))] if (query := query_bytes(rounds)) else []),
         *((name[0].upper() + name[1:], value) for name, value in display.disk_rows(rounds)),
         ("Largest peak / budget", peak),
-        ("Time", display.format_seconds(seconds)),
+        ("Time", format_seconds(seconds)),
         ("Simulated time", display.simulated_time(rounds)),
     ]
 
@@ -148,7 +149,7 @@ def rounds_section(rounds: Sequence[Record]) -> Section:
             "-" if r["loss"] is None else f"{r['loss']:.3f}",
             "-" if r["train_loss"] is None else f"{r['train_loss']:.3f}",
             f"{r['answered']} of {r['asked']}",
-            display.format_seconds(r["seconds"]),
+            format_seconds(r["seconds"]),
         )
         for r in chosen
     ]

@@ -5,8 +5,9 @@ from typing import Any
 from urllib.parse import quote
 
 from piecework.device_profiles.profile import format_bytes, format_percent, is_limit
+from piecework.device_profiles.units import format_seconds
 from piecework.report.compare import fleet_name, short
-from piecework.report.display import format_seconds, largest_peak, under_attack_rows
+from piecework.report.display import largest_peak, under_attack_rows
 from piecework.serve.fold import Client
 from piecework.serve.now import read_now, show_now
 from piecework.serve.reading import ServedRun

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from piecework.device_profiles.documents import read_json
-from piecework.report.display import format_seconds
+from piecework.device_profiles.units import format_seconds
 from piecework.serve.folders import open_plain
 from piecework.server_app.moment import FILE
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from piecework.commands.runs import remove
 from piecework.device_profiles.profile import format_percent
-from piecework.report.display import format_seconds
+from piecework.device_profiles.units import format_seconds
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from piecework.report.display import format_seconds
+from piecework.device_profiles.units import format_seconds
 from piecework.report.read_records import Record
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed

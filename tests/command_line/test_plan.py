@@ -1,6 +1,7 @@
 """`piecework plan`: what it answers, that it agrees with a run, what it costs, what it says to bad input."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -222,7 +223,8 @@ def test_columns_say_what_they_count_and_of_what() -> None:
     pieces, devices = (
         line.split("  ") for line in done.stdout.splitlines() if line.startswith(("piece", "stage", "device"))
     )
-    assert "forward FLOPs" in " ".join(pieces) and "training FLOPs" in " ".join(pieces)
+    assert {"forward", "training"} <= {each.strip() for each in " ".join(pieces).split()}
+    assert re.search(r"\d [kMG]FLOP +\d", done.stdout)
     assert "time a round" in " ".join(devices)
     last = done.stdout.splitlines()[-1]
     assert last == "to train in a published setting: piecework presets"

@@ -59,7 +59,7 @@ SIMPLE = {"fits": False, "participation": 0.0, "fitted": FITTED}
             [row("fedavg", 0.2), row("fedavg", 1.0, fit=True), row("fedepth", 1.0)],
             {"strategy": "fedavg", "memory.fit": "auto"},
             "60 MB instead of 90 MB for a step (recomputes 3 atoms), and 1.25 times the FLOPs, and so that much more time to "
-            "compute. A step moves 5 MB to and from the disk. A round takes 60 s; with fedepth, which trains the model in "
+            "compute. A step moves 5 MB to and from the disk. A round takes 1 min 0 s; with fedepth, which trains the model in "
             "pieces, 40 s.",
         ),
         (
