@@ -103,7 +103,7 @@ class LowRankLSTM(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return out[B, length, hidden] for x[B, length, inputs], at the position where nn.LSTM returns it."""
         ih, hh = self.get_submodule("ih"), self.get_submodule("hh")
-        h = c = x.new_zeros(len(x), self.hidden)
+        h = c = x.new_zeros(x.shape[0], self.hidden)
         out = []
         for each in ih.get_submodule("v")(x).unbind(1):
             i, f, g, o = (ih.get_submodule("u")(each) + hh(h)).chunk(4, 1)

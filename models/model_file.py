@@ -115,7 +115,7 @@ def require_loadable(described: dict[str, Any], file: Path) -> None:
             )
         raise ModelFileError(
             f"{file} was trained with the code {abbreviate(name)}, which a file cannot have run: if you trust it, call "
-            f"piecework.models.imported.source.find_make({abbreviate(name)}) before"
+            f"piecework.models.imported.source.find_make({abbreviate(name)}) before, or give a command --model {name}"
         )
     try:
         _Described.model_validate(described)

@@ -30,7 +30,7 @@ class Padded(nn.Module):
         missing = max(0, self.channels - z.shape[1])
         if self.rows is None:
             return nn.functional.pad(z, (0, 0) * (z.dim() - 2) + (0, missing)) if missing else z
-        shape = (len(z), self.channels, *z.shape[2:])
+        shape = (z.shape[0], self.channels, *z.shape[2:])
         out = torch.empty(shape, dtype=z.dtype, device=z.device, memory_format=torch.channels_last).zero_()
         out[:, self.rows] = z
         return out

@@ -30,7 +30,7 @@ class Embed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return out[B, 1 + patches, features] for x[B, inputs, H, W]."""
         patches = self.proj(x).flatten(2).transpose(1, 2)
-        return torch.cat([self.class_token.expand(len(x), -1, -1), patches], dim=1) + self.positions
+        return torch.cat([self.class_token.expand(x.shape[0], -1, -1), patches], dim=1) + self.positions
 
 
 class Encoder(nn.Module):

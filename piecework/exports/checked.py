@@ -45,7 +45,7 @@ def write_checked(run: Path, target: Path, form: str, write: Write, read: Read) 
             try:
                 write(network, examples, metadata, unchecked)
                 found, told = read(unchecked, examples)
-            except OSError:
+            except (OSError, ExportError):
                 raise
             except Exception as error:  # whatever the library of a format raises
                 first = (str(error).splitlines() or [""])[0][:300]

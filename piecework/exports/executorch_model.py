@@ -15,6 +15,7 @@ from torch import Tensor
 from piecework.exports.checked import require_extra, write_checked
 from piecework.exports.formats import Exported
 from piecework.exports.network import ExportedNetwork
+from piecework.exports.program import record, without_known_warnings
 
 EXTRA = "executorch"
 
@@ -31,9 +32,10 @@ def write(network: ExportedNetwork, examples: Tensor, metadata: dict[str, str], 
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
-    program = torch.export.export(network, (examples[:1],))
-    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], constant_methods=metadata)
-    file.write_bytes(lowered.to_executorch().buffer)
+    with without_known_warnings():
+        program = record(network, examples, any_number=False)
+        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], constant_methods=metadata)
+        file.write_bytes(lowered.to_executorch().buffer)
 
 
 def read(file: Path, examples: Tensor) -> tuple[Tensor, dict[str, str]]:

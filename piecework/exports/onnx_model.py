@@ -8,6 +8,7 @@ from torch import Tensor
 from piecework.exports.checked import require_extra, write_checked
 from piecework.exports.formats import Exported
 from piecework.exports.network import ExportedNetwork
+from piecework.exports.program import record, without_known_warnings
 
 EXTRA = "onnx"
 
@@ -21,10 +22,11 @@ def write_onnx(run: Path, target: Path) -> Exported:
 
 def write(network: ExportedNetwork, examples: Tensor, metadata: dict[str, str], file: Path) -> None:
     """Write a network with the number of examples left open."""
-    program = torch.export.export(network, (examples[:2],), dynamic_shapes={"examples": {0: torch.export.Dim("batch")}})
-    made = torch.onnx.export(
-        program, dynamo=True, input_names=[network.input_name], output_names=["logits"], verbose=False
-    )
+    with without_known_warnings():
+        program = record(network, examples, any_number=True)
+        made = torch.onnx.export(
+            program, dynamo=True, input_names=[network.input_name], output_names=["logits"], verbose=False
+        )
     assert made is not None
     made.model.producer_name, made.model.producer_version = "piecework", None
     made.model.metadata_props.update(metadata)
