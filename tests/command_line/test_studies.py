@@ -1,6 +1,8 @@
 """Studies: which runs they have, how they go on, and what contradicts them. Most runs here only leave files."""
 
+import io
 import json
+import signal
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +17,12 @@ from typer.testing import CliRunner
 
 import piecework
 from piecework.cli import app
+from piecework.commands.console import PlainConsole
 from piecework.server_app.records import RunDir
 from piecework.studies import queue, runner
 from piecework.studies.ask import find_study, parse_sweep, read_sweep
-from piecework.studies.study import Study
+from piecework.studies.go_on import StudyProgress
+from piecework.studies.study import Study, StudyPlan
 from piecework.training.settings import Scalar, SettingsError
 
 TWO = ["--strategies", "fedavg,heterofl", "--seeds", "1,2", "--rounds", "3"]
@@ -187,6 +191,41 @@ def test_an_interrupted_run_goes_on(here: Here) -> None:
     done = here.run("--study", "s", "--set", "workers=2")
     assert here.words == [["run", "--set", "workers=2", "--set", f"resume-from={run}"]]
     assert "strategy=heterofl seed=1 goes on" in done.stderr
+
+
+def test_ctrl_c_says_how_to_go_on(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    process = Process(None)
+    monkeypatch.setattr(queue, "spawn", lambda words, log: process)
+    monkeypatch.setattr(runner.time, "sleep", interrupt)
+    done = here.run("--study", "s", *TWO)
+    assert done.exit_code == 130
+    assert process.signals == [signal.SIGTERM]
+    again = f"piecework run --study {here.folder / 'runs/s'}"
+    stopped = f"was stopped after round 0, because the study was stopped; `{again}` goes on with it"
+    assert f"strategy=fedavg seed=1 {stopped}" in done.stderr
+    assert f"go on with the study: {again}" in done.stderr
+
+
+def test_a_terminal_is_shown_how_far_it_is(here: Here) -> None:
+    """Three runs of three rounds are done, and the first round of the last, which took 2 s."""
+    here.run("--study", "s", *TWO)
+    (run,) = here.folder.glob("runs/s/heterofl-seed2-*/")
+    given = RunDir(run).settings()
+    rmtree(run)
+    finish(run, [0.1], status="", settings=given)
+    screen = io.StringIO()
+    study = Study.read(here.folder / "runs/s")
+    with StudyProgress(
+        study, here.folder / "runs/s", PlainConsole(file=screen, force_terminal=True, width=150)
+    ) as shown:
+        child = queue.Child(study.jobs()[-1], run, Process(None), None)  # type: ignore[arg-type]
+        shown.watch(queue.Queue(StudyPlan(study), queue.Options(run.parent), shown.say, [child]))
+        (task,) = shown.bar.tasks if shown.bar is not None else []
+    assert (task.completed, task.total) == (10, 12)
+    assert task.description == "strategy=heterofl seed=2 round 1: 3 of 4 runs done, 1 interrupted, 4.0 s left"
 
 
 def study_of(folder: Path, asked: dict[str, Scalar], sweep: dict[str, Sequence[Any]], preset: str = "") -> Study:
