@@ -31,7 +31,10 @@ HEAD = "# Written by `piecework run --study`, which goes on with the study. The 
 # What is decided for each run of a study, and nobody else may set.
 OWN = ("seed", "output-dir", "run-name", "resume-from")
 # How and where runs are carried out, which changes none of their numbers: the last given values count.
-FREE = ("engine", "workers", "messages.max-in-flight", "memory.keep-experiments", "data-dir")
+FREE = (
+    *("engine", "workers", "messages.max-in-flight", "memory.keep-experiments"),
+    *("callbacks", "run.track", "data-dir"),
+)
 FILES = ("dataset", "fleet", "model", "data-dir", "state-dir", "training.init-weights")  # may name files
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(strict=False, min_length=1)]
 Swept = Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]
