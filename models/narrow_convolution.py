@@ -15,7 +15,7 @@ from torch import Tensor, nn
 ENOUGH = 8  # channels: the values in a register of AVX2
 
 
-def convolve_strided(stride: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def convolve_strided(stride: tuple[int, ...], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the 1x1 convolution of x[B, C, H, W] with a stride."""
     read = x[:, :, :: stride[0], :: stride[1]].contiguous(memory_format=torch.channels_last)
     return F.conv2d(read, weight, bias)
