@@ -25,7 +25,7 @@ def leave_out_unread(module: nn.Module) -> nn.Module:
     """Have the strided 1x1 convolutions of a few channels in a module read their pixels first. Returns the module."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d) and is_narrow_and_strided(layer):
-            layer._conv_forward = partial(convolve_strided, layer.stride)  # type: ignore[method-assign,assignment]
+            layer._conv_forward = partial(convolve_strided, layer.stride)  # type: ignore[method-assign]
     return module
 
 
