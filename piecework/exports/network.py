@@ -36,6 +36,7 @@ class ExportedNetwork(nn.Module):
             parameter.requires_grad_(False)
             parameter.data = parameter.data.contiguous()  # ExecuTorch takes no channels-last weights
         fix_masks(self.network)
+        scale_norms(self.network)
         self.tokens = bool(model.vocabulary)
         self.shape = model.resized_from or model.input_shape
         self.dtype = torch.int64 if self.tokens else getattr(torch, model.pixels)
@@ -65,6 +66,14 @@ class ExportedNetwork(nn.Module):
     def input_name(self) -> str:
         """`images`, `features` or `tokens`."""
         return "tokens" if self.tokens else INPUTS[len(self.shape)]
+
+
+def scale_norms(network: nn.Module) -> None:
+    """Give batch norms without scale and shift a scale of 1 and a shift of 0, which ExecuTorch's passes ask for."""
+    for layer in network.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.weight is None:
+            layer.weight = nn.Parameter(torch.ones(layer.num_features), requires_grad=False)
+            layer.bias = nn.Parameter(torch.zeros(layer.num_features), requires_grad=False)
 
 
 def metadata_of(network: ExportedNetwork, model: TrainedModel, described: dict[str, Any]) -> dict[str, str]:

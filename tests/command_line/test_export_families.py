@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "two-sets-of-norms": {"strategy": "fedrbn"},
     "drawn-masks": {"strategy": "fedpm"},
 }
-PROGRAMS = ("running-norms", "patches", "features", "low-rank")  # also written for ExecuTorch
+PROGRAMS = ("running-norms", "patches", "features", "low-rank", "drawn-masks")  # also written for ExecuTorch
 
 
 def trained(family: str, folder: Path) -> RunDir:
