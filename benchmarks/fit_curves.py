@@ -30,6 +30,7 @@ AUTO = ("auto", *WAYS)
 STORAGE = {"SD card, 20 MB/s": 20e6, "eMMC, 80 MB/s": 80e6, "NVMe, 1 GB/s": 1e9}
 MARKS = {"fedepth": "o", "fedprophet": "s", "profl": "^"}
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")  # Okabe and Ito's
+TICKS = (1, 1.5, 2, 3, 4, 5)
 STEPS = 10  # budgets of a curve
 Point = tuple[float, float]  # bytes and seconds, as multiples of the plain step's
 Panel = tuple[dict[str, list[Point]], dict[tuple[str, str], Point]]  # curves by model, points by model and system
@@ -111,13 +112,15 @@ def draw(panels: dict[str, Panel], path: Path) -> None:
             for strategy, mark in MARKS.items():
                 axes.plot(*cuts[name, strategy], mark, color=colour, markersize=7)
         axes.set_title(storage, fontsize=10)
-        axes.set(xlabel="memory", xlim=(0, 1.05), yscale="log", ylim=(0.7, 60))
+        axes.set(xlabel="memory / the plain step's", xlim=(0, 1.05), yscale="log", ylim=(0.9, 5))
+        axes.set_yticks(TICKS, map(str, TICKS))
+        axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
     lines = figure.axes[0].get_legend_handles_labels()[0]
     marks = [
         Line2D([], [], color="#57606a", marker=mark, linestyle="", label=f"{s}: pieces") for s, mark in MARKS.items()
     ]
-    figure.axes[0].set_ylabel("time of a batch")
+    figure.axes[0].set_ylabel("time of a batch / the plain step's")
     figure.legend(handles=[*lines, *marks], fontsize=8, frameon=False, loc="outside lower center", ncols=7)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "piecework"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -23,7 +23,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from piecework.commands.console import PlainConsole
 
 LETTERS = 112  # columns of the terminal
-WIDTH, TALL, WHOLE = 1000, 1500, 2640  # pixels of a page, and how many of its height are shown
+WIDTH, TALL, WHOLE = 1000, 1500, 2900  # pixels of a page, and how many of its height are shown
 NARROW = 390  # pixels of a telephone
 COLOURS = 200  # of a picture
 DEMO = ["--set", "run-name=demo"]

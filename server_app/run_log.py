@@ -56,7 +56,10 @@ def run_log(folder: Path, settings: Settings) -> Iterator[None]:
         yield
     finally:
         detach(handler)
-        handler.close()
+        try:
+            handler.close()
+        except OSError as error:  # of a full disk, which the run's own files have told already
+            LOG.debug("%s cannot be closed: %s", handler.baseFilename, error)
 
 
 def log_rounds(on_round: OnRound, settings: Settings) -> OnRound:

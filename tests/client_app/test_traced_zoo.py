@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from helpers import a_training_config
+from helpers import MODELLED_CPU, a_training_config
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from zoo_helpers import SMALL, blueprint_of, examples_for
@@ -73,6 +73,7 @@ STEPS = [
 ]
 
 
+@MODELLED_CPU
 @pytest.mark.parametrize(("name", "changes", "atoms", "head"), STEPS, ids=str)
 def test_a_traced_step_is_the_real_one(name, changes, atoms, head) -> None:
     blueprint = blueprint_of(name, **changes)
@@ -120,6 +121,7 @@ def run_lstm(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return RNN(*tensors, False, [], 2, tensors[5].shape[1], 1, True, False, False, True)
 
 
+@MODELLED_CPU
 @pytest.mark.parametrize("sizes", LSTMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_an_lstm_keeps(sizes, dtype) -> None:
@@ -128,6 +130,7 @@ def test_what_an_lstm_keeps(sizes, dtype) -> None:
     assert kept == [run_lstm(lstm_layer(*sizes, dtype))[3].numel()]
 
 
+@MODELLED_CPU
 @pytest.mark.parametrize("sizes", LSTMS, ids=str)
 def test_inside_an_lstm(sizes) -> None:
     length, batch, _, hidden = sizes
@@ -143,6 +146,7 @@ def test_inside_an_lstm(sizes) -> None:
         assert accounted == seen
 
 
+@MODELLED_CPU
 @pytest.mark.parametrize(
     ("channels", "kernel", "stride", "edge", "slack"),
     [

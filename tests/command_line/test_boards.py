@@ -122,7 +122,7 @@ def test_the_commands_of_the_page_are_taken() -> None:
         if name in commands.commands:
             commands.commands[name].make_context(name, list(options))  # an unknown option ends the test
             taken.add(name)
-    assert taken == {"profile", "export-data", "own-data", "certs", "register", "run", "plan"}
+    assert taken == {"profile", "export-data", "own-data", "certs", "register", "run", "plan", "export"}
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")

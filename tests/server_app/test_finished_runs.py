@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import piecework.engines.launch as launching
 from piecework.cli import app
 from piecework.commands.options import settings_from
-from piecework.server_app import rounds
+from piecework.server_app import experiment, rounds
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed, newest_run, resolve_run_dir
@@ -147,7 +147,7 @@ def test_a_new_run_takes_no_folder_that_holds_something_else(tmp_path: Path, nam
     with pytest.raises(ValueError, match=refusal):
         resolve_run_dir(settings)
     with LocalGrid(3, settings.to_run_config()) as grid, pytest.raises(ValueError, match=refusal):
-        rounds.run_experiment(grid, settings, run_dir)
+        experiment.run_experiment(grid, settings, run_dir)
     assert mine.read_text() == "precious"
 
 

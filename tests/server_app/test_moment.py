@@ -148,7 +148,7 @@ def test_a_resumed_run_appends_to_its_log(tmp_path: Path) -> None:
     run = run_local(tmp_path, strategy="fedavg", **TRIO)
     run_local(tmp_path, strategy="fedavg", num_rounds=2, **TRIO, resume_from=str(run.path))
     lines = (run.path / "run.log").read_text().splitlines()
-    said = [line.split(maxsplit=3)[3] for line in lines]
+    said = [line.split(maxsplit=3)[3] for line in lines if "every part of the model" not in line]
     assert said[0].startswith("the run begins: fedavg, ")
     assert said[1].startswith("round 1/1  accuracy ")
     assert said[2] == "completed after 1 rounds"
