@@ -49,11 +49,14 @@ class Comparison:
         runs = [{"label": group["label"], **run} for group in groups for run in group["runs"]]
         return make_frame(choose_rows(what, {"groups": alone, "runs": runs}))
 
-    def draw_curves(self, file: str | Path) -> Path:
-        """Write accuracy curves to an .html file, and return it."""
+    def draw_curves(self, file: str | Path, *, plotly: bool = True) -> Path:
+        """Write tables, curves and pictures to an .html file, and return it; without `plotly`, the tables alone.
+
+        Raises ReportError for a file of another kind.
+        """
         from piecework.report.compare_view import write_curves
 
-        return write_curves(self.groups, Path(file))
+        return write_curves(self.groups, Path(file), plotly=plotly)
 
     def __str__(self) -> str:
         from piecework.report.compare_view import compare_tables
@@ -66,11 +69,13 @@ class Comparison:
 
 
 def compare(*runs: Run | str | Path) -> Comparison:
-    """Compare runs, as `piecework compare` does: runs, folders of runs, or folders in which runs are.
+    """Compare runs, as `piecework compare` does: runs, folders of runs, or folders in or below which runs are (those
+    of a study, too). Each run counts once.
 
     Raises CheckpointError for a folder that is none of these, or a run of another version, and ValueError without runs.
     """
-    from piecework.report.compare import group_runs, runs_at
+    from piecework.report.compare import group_runs
+    from piecework.report.run_folders import runs_at
 
     if not runs:
         raise ValueError(

@@ -33,21 +33,28 @@ def report(
 
 @results.command()
 def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders in which runs are")],
+    run_dirs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders in or below which runs are")],
     curves: Annotated[
         str, typer.Option(help="also write a page with tables, curves and pictures to this .html file")
     ] = "",
+    without_plotly: Annotated[
+        bool, typer.Option("--without-plotly", help="only the tables on that page: 20 kB instead of 5 MB")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show runs below each other; those that differ only in the seed have a mean and its spread too."""
     from piecework.api.comparisons import compare as compare_runs
-    from piecework.report.compare_view import compare_tables
+    from piecework.report.compare_view import compare_tables, page_file
+    from piecework.report.page import ReportError
     from piecework.report.paired import paired_tables
 
     with user_errors(as_json):
+        if without_plotly and not curves:
+            raise ReportError("--without-plotly is about the page: give --curves FILE.html too, or leave it out")
+        page = page_file(Path(curves)) if curves else None  # before minutes of reading
         found = compare_runs(*run_dirs)
-        if curves:
-            found.draw_curves(curves)
+        if page is not None:
+            found.draw_curves(page, plotly=not without_plotly)
         if as_json:
             print(json.dumps(found.record))
         else:

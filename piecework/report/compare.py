@@ -17,6 +17,7 @@ from typing import Any
 from piecework.device_profiles.documents import read_json
 from piecework.report import display
 from piecework.report.display import UnderAttack
+from piecework.report.participation import Participation, participation
 from piecework.report.read_records import read_final, read_rounds, with_details
 from piecework.server_app.packages import missing_package
 from piecework.server_app.records import CheckpointError, RunDir
@@ -35,14 +36,17 @@ class RunResult:
 
     Bytes are those of training messages; `disk_a_round` has those of paged steps, if there are any. `curves` have (round, bytes
     so far, accuracy) of the evaluated rounds by record key. `under_attack` has the trained model's results by `UNDER_ATTACK`,
-    and `best` those of `best_round`.
+    and `best` those of `best_round`. Where nobody trained, all of these are empty, and `untrained_accuracy` has what the model
+    gets right as it began.
     """
 
     path: Path
     settings: dict[str, Scalar]
     status: str
     rounds: int
+    participation: Participation
     accuracy: float | None
+    untrained_accuracy: float | None
     best: dict[str, Any] | None
     under_attack: dict[str, UnderAttack]
     totals: dict[str, int]
@@ -80,17 +84,6 @@ class Group:
         return [Group(self.label, self.differs, [run]) for run in self.runs]
 
 
-def runs_at(path: Path) -> list[RunDir]:
-    """Return the run at a path, or all runs in that folder by name. Raises CheckpointError if there is none."""
-    if RunDir(path).has_begun():
-        return [RunDir(path)]
-    if not (found := sorted(settings.parent for settings in path.glob("*/settings.toml"))):
-        raise CheckpointError(
-            f"{path} is not the folder of a run (it has no settings.toml), and no folder in it is one"
-        )
-    return [RunDir(folder) for folder in found]
-
-
 def read_run(run_dir: RunDir) -> RunResult:
     """Return the figures of a run. Raises CheckpointError for a folder that is not a run, or one of another version."""
     try:
@@ -106,27 +99,34 @@ def read_run(run_dir: RunDir) -> RunResult:
 def _figures(run_dir: RunDir, settings: dict[str, Scalar]) -> RunResult:
     """Return the figures of a run with these settings, from its records."""
     rounds, final = read_rounds(run_dir), read_final(run_dir)
-    evaluated, (status, _, seconds) = display.accuracies(rounds, final), display.how_it_ended(run_dir, rounds)
+    status, _, seconds = display.how_it_ended(run_dir, rounds)
+    clients, evaluated = participation(rounds), display.accuracies(rounds, final)
+    last = evaluated[-1] if evaluated else None
     sent = list(accumulate(r["bytes_down"] + r["bytes_up"] for r in rounds))
-    clients = [c for r in rounds for c in r["clients"]]
+    answers = [c for r in rounds for c in r["clients"]]
+    trained = clients.trained > 0
     return RunResult(
         path=run_dir.path,
         settings=settings,
         status=status,
         rounds=len(rounds),
-        accuracy=evaluated[-1] if evaluated else None,
-        best=best_round(rounds, final),
-        under_attack=display.under_attack(final),
+        participation=clients,
+        accuracy=last if trained else None,
+        untrained_accuracy=None if trained else last,
+        best=best_round(rounds, final) if trained else None,
+        under_attack=display.under_attack(final) if trained else {},
         totals=display.totals(rounds),
         enforced=display.is_enforced(rounds),
         max_peak_over_budget=peak_over_budget(rounds),
-        largest_measured_peak=max((c["measured_peak"] for c in clients), default=0),
-        largest_evaluation_peak=max((c.get("evaluation_peak", 0) for c in clients), default=0),
+        largest_measured_peak=max((c["measured_peak"] for c in answers), default=0),
+        largest_evaluation_peak=max((c.get("evaluation_peak", 0) for c in answers), default=0),
         seconds=seconds,
         simulated_seconds=display.simulated_seconds(rounds),
         disk_a_round=disk_use_of_rounds(rounds),
         curves={
-            key: [(r["round"], n, r[key]) for r, n in zip(rounds, sent, strict=True) if r.get(key) is not None]
+            key: [
+                (r["round"], n, r[key]) for r, n in zip(rounds, sent, strict=True) if trained and r.get(key) is not None
+            ]
             for key in ACCURACIES
         },
     )
@@ -214,8 +214,22 @@ def figures(group: Group) -> dict[str, Any]:
         "max_peak_over_budget": max(peaks, default=None) if enforced else None,
         "largest_measured_peak": max(run.largest_measured_peak for run in runs) or None,
         "largest_evaluation_peak": max(run.largest_evaluation_peak for run in runs) or None,
+        **participation_figures(started),
         "clients_asked": sum(run.totals["asked"] for run in runs),
         "clients_failed": sum(run.totals["failed"] for run in runs),
+    }
+
+
+def participation_figures(started: Sequence[RunResult]) -> dict[str, Any]:
+    """Return who trained in runs that have a round: lists by run, and how many runs have shut a device class out."""
+    found = [run.participation for run in started]
+    return {
+        "clients_trained": [each.trained for each in found],
+        "clients_ever_asked": [each.asked for each in found],
+        "clients_of_fleet": [each.clients for each in found],
+        "data_trained_mean": mean(each.data for each in found if each.data is not None),
+        "excluded_classes": dict(sorted(Counter(device for each in found for device in each.excluded).items())),
+        "untrained_runs": sum(not each.trained for each in found),
     }
 
 
@@ -246,21 +260,29 @@ def compare_json(groups: Sequence[Group]) -> dict[str, Any]:
                 "differs": group.differs,
                 "repeated_seeds": list(group.repeated),
                 **figures(group),
-                "runs": [
-                    {
-                        "run": run.path.name,
-                        "path": str(run.path),
-                        "seed": seed,
-                        "status": run.status,
-                        "rounds": run.rounds,
-                        "accuracy": run.accuracy,
-                        "best_accuracy": run.best["accuracy"] if run.best else None,
-                        "best_round": run.best["round"] if run.best else None,
-                        **{key: found.accuracy for key, found in run.under_attack.items()},
-                    }
-                    for run, seed in zip(group.runs, group.seeds, strict=True)
-                ],
+                "runs": [run_json(run, seed) for run, seed in zip(group.runs, group.seeds, strict=True)],
             }
             for group in groups
         ]
+    }
+
+
+def run_json(run: RunResult, seed: int) -> dict[str, Any]:
+    """Return a run as JSON values."""
+    return {
+        "run": run.path.name,
+        "path": str(run.path),
+        "seed": seed,
+        "status": run.status,
+        "rounds": run.rounds,
+        "clients_trained": run.participation.trained,
+        "clients_ever_asked": run.participation.asked,
+        "clients_of_fleet": run.participation.clients,
+        "data_trained": run.participation.data,
+        "excluded_classes": run.participation.excluded,
+        "accuracy": run.accuracy,
+        "untrained_accuracy": run.untrained_accuracy,
+        "best_accuracy": run.best["accuracy"] if run.best else None,
+        "best_round": run.best["round"] if run.best else None,
+        **{key: found.accuracy for key, found in run.under_attack.items()},
     }

@@ -1,5 +1,9 @@
-"""Present runs side by side: tables with a row for each run, and a page with curves."""
+"""Present runs side by side: tables with a row for each run, and a page with curves.
 
+How many clients of the fleet trained stands beside what that cost, and a model that nobody trained has no accuracy here.
+"""
+
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
@@ -13,19 +17,25 @@ from rich.text import Text
 from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.profile import format_bytes, format_percent
 from piecework.device_profiles.units import format_seconds
-from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures, marks
+from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, RunResult, figures, marks
+from piecework.report.compare_pictures import pictures
+from piecework.report.page import COLOURS, ReportError, Section, graph_objects, line, page, sections_html, table
 from piecework.report.paired import paired_section
+from piecework.report.participation import clients_text, span
 
 # The tables, and their columns, as they fit a terminal of 80 columns.
 TABLES = {
     "accuracy": ("seed", "rounds", "at the end", "best (round)"),
     "under attack": (),  # whatever attacks there are
-    "memory and clients": ("peak / budget", "largest peak", "in evaluation", "clients failed"),
+    "memory": ("peak / budget", "largest peak", "in evaluation"),
+    "clients": ("asked", "trained", "of the data", "requests failed"),
     "disks, a round, and the most read / written by one client": ("disk read", "disk written", "disk, by one client"),
     "messages and time": ("bytes down", "bytes up", "time", "simulated time"),
 }
 NAME = 24  # columns of a terminal that a run's name has at least
+SUFFIXES = (".html", ".htm")
 LABEL = 64  # letters of a group's settings in the legend of a figure; the page lists them all
+UNTRAINED = "untrained"  # in place of an accuracy, where nobody trained
 MEAN = "mean"
 MEANS = "mean ± sample standard deviation of accuracies; the largest peak; mean bytes and times"
 
@@ -56,13 +66,50 @@ def chosen_columns(row: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def legend(groups: Sequence[Group]) -> list[str]:
-    """Return a sentence for each group: its mark, its settings, and whether runs of it repeat a seed."""
+    """Return a sentence for each group: its mark, its settings, whom it left out, and whether runs of it repeat a seed."""
     found = []
     for name, group in zip(marks(groups), groups, strict=True):
         twice = " and ".join(f"{count} runs have seed {seed}" for seed, count in group.repeated.items())
-        note = f" ({twice}, so they are repetitions)" if twice else ""
-        found.append(f"{name}: {group.label}{note}")
+        notes = [f"{twice}, so they are repetitions"] if twice else []
+        notes += left_out(group)
+        found.append(f"{name}: {group.label}" + (f" ({'; '.join(notes)})" if notes else ""))
     return found
+
+
+def left_out(group: Group) -> list[str]:
+    """Return whom the runs of a group left out: clients and device classes that never trained, or all; empty if nobody."""
+    started = [run for run in group.runs if run.rounds]
+    idle, notes = [run for run in started if not run.participation.trained], list[str]()
+    if len(idle) < len(started):
+        notes += [f"{text}{never_asked(started)}"] if (text := some_clients(group)) else []
+        counts = Counter(device for run in started for device in run.participation.excluded)
+        for count in sorted(set(counts.values()), reverse=True):
+            devices = ", ".join(sorted(device for device, times in counts.items() if times == count))
+            notes.append(f"no client of {devices} ever trained{of_runs(count, len(started))}")
+    if idle:
+        known = sorted({format_percent(run.untrained_accuracy) for run in idle if run.untrained_accuracy is not None})
+        said = f": the untrained model gets {' and '.join(known)} right, which is no result" if known else ""
+        notes.append(f"nobody trained{of_runs(len(idle), len(started))}{said}")
+    return notes
+
+
+def of_runs(some: int, total: int) -> str:
+    """Return ` in 1 of 3 runs`; nothing for all of them."""
+    return "" if some == total else f" in {some} of {total} runs"
+
+
+def some_clients(group: Group) -> str:
+    """Return how many clients trained, `12 of 20 clients trained`, if not all did in each run of a group; else nothing."""
+    found = [run.participation for run in group.runs if run.rounds]
+    if not any(each.partial for each in found):
+        return ""
+    return f"{clients_text([each.trained for each in found], [each.clients for each in found])} clients trained"
+
+
+def never_asked(started: Sequence[RunResult]) -> str:
+    """Return `, 2 were never asked`; nothing if all clients were, in each run."""
+    left = [of.clients - of.asked for of in (run.participation for run in started) if of.clients is not None]
+    return f", {span(left)} {'was' if {*left} == {1} else 'were'} never asked" if any(left) else ""
 
 
 def compare_rows(groups: Sequence[Group]) -> list[dict[str, str]]:
@@ -97,17 +144,21 @@ def lines(found: dict[str, Any], attacks: dict[str, str], *, evaluated: bool, pa
     best = with_spread(found["best_accuracy_mean"], found["best_accuracy_std"])
     if alone and found["best_rounds"]:
         best += f" ({'end' if found['best_rounds'][0] is None else found['best_rounds'][0]})"
+    final = with_spread(found["accuracy_mean"], found["accuracy_std"])
     ended = [status for status in found["status"] if alone and status != "completed"]
     return {
         "seed": str(found["seeds"][0]) if alone else "",
         "rounds": ", ".join([" to ".join(map(str, rounds)), *ended]),
-        "at the end": with_spread(found["accuracy_mean"], found["accuracy_std"]),
+        "at the end": UNTRAINED if alone and found["untrained_runs"] else final,
         "best (round)": best,
         **{name: with_spread(found[f"{key}_mean"], found[f"{key}_std"]) for key, name in attacks.items()},
         "peak / budget": format_percent(found["max_peak_over_budget"], 1) if found["enforced"] else "not enforced",
         "largest peak": format_size(found["largest_measured_peak"]),
         **({"in evaluation": format_size(found["largest_evaluation_peak"])} if evaluated else {}),
-        "clients failed": f"{found['clients_failed']} of {found['clients_asked']}" if rounds[-1] else "-",
+        "asked": clients_text(found["clients_ever_asked"], []),
+        "trained": clients_text(found["clients_trained"], found["clients_of_fleet"]),
+        "of the data": format_percent(found["data_trained_mean"], 1),
+        "requests failed": f"{found['clients_failed']} of {found['clients_asked']}" if rounds[-1] else "-",
         **(disk_lines(found) if paged else {}),
         "bytes down": format_size(found["bytes_down_mean"]),
         "bytes up": format_size(found["bytes_up_mean"]),
@@ -141,46 +192,73 @@ def format_size(amount: float | None) -> str:
     return "-" if amount is None else format_bytes(round(amount))
 
 
-def write_curves(groups: Sequence[Group], path: Path) -> Path:
-    """Write one page: the runs in a table, accuracy over rounds and bytes, and what it cost. Raises ReportError."""
-    write_atomically(path, curves_html(groups).encode())
+def page_file(path: Path) -> Path:
+    """Return the file of a page. Raises ReportError unless its name ends as that of a page does."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ReportError(f"{str(path)!r}: what is written is a web page: give a file whose name ends in .html or .htm")
     return path
 
 
-def curves_html(groups: Sequence[Group], above: str = "") -> str:
-    """Return that page, with the HTML `above` before its heading. Raises ReportError without plotly."""
-    from piecework.report.compare_pictures import pictures
-    from piecework.report.page import Section, page, sections_html, table
+def write_curves(groups: Sequence[Group], path: Path, *, plotly: bool = True) -> Path:
+    """Write one page: the runs in tables, accuracy over rounds and bytes, and what it cost; without `plotly` the tables.
 
-    caption = (
-        "Line: mean of the runs of a group that were evaluated in the round; band: from the lowest to the highest."
-    )
-    of_bytes = "The same, over the mean bytes of training messages (down and up, all clients) until the round."
-    rows = compare_rows(groups)
+    Raises ReportError for a file of another kind, or if plotly is wanted and missing.
+    """
+    write_atomically(page_file(path), curves_html(groups, plotly=plotly).encode())
+    return path
+
+
+def curves_html(
+    groups: Sequence[Group], above: str = "", *, says: str = "", others: Sequence[Section] = (), plotly: bool = True
+) -> str:
+    """Return that page, with the HTML `above` before its heading, the sentence `says` below it, and sections about `others`.
+
+    Without groups it has these alone. Raises ReportError without plotly, if that is wanted.
+    """
+    names = [curve_name(mark, group) for mark, group in zip(marks(groups), groups, strict=True)]
+    paired = paired_section(groups)
+    shown = [*tables_section(groups), *others, *([paired] if paired is not None else [])]
+    shown += [*curves_sections(groups), *pictures(groups, names)]
     settings = "".join(f"<p>{escape(sentence)}</p>" for sentence in legend(groups))
+    first = f'<p class="says">{escape(says)}</p>' if says else ""
+    body = f"{above}<h1>Runs compared</h1>{first}{settings}{sections_html(shown, plotly=plotly)}"
+    return page("Piecework: runs compared", body)
+
+
+def tables_section(groups: Sequence[Group]) -> list[Section]:
+    """Return the section of the runs with their figures, in tables; none without runs."""
+    if not (rows := compare_rows(groups)):
+        return []
     tables = []
     for title, columns in chosen_columns(rows[0]).items():
         names = ["", "run", *columns]
         tables.append(f"<h3>{escape(title)}</h3>{table(([row[name] for name in names] for row in rows), names)}")
     listed = f'<div class="figures">{"".join(tables)}</div>'
-    shown = [Section("Runs", f"{MEANS[0].upper()}{MEANS[1:]}.", below=listed)]
+    return [Section("Runs", f"{MEANS[0].upper()}{MEANS[1:]}.", below=listed)]
+
+
+def curves_sections(groups: Sequence[Group]) -> list[Section]:
+    """Return the sections of accuracy over rounds and over bytes."""
+    caption = (
+        "Line: mean of the runs of a group that were evaluated in the round; band: from the lowest to the highest."
+    )
+    of_bytes = "The same, over the mean bytes of training messages (down and up, all clients) until the round."
+    shown = []
     for key, name in ACCURACIES.items():
         if any(run.curves[key] for group in groups for run in group.runs):
             shown += [
                 Section(f"{name} over rounds", caption, partial(curves_figure, groups, key, over_bytes=False)),
                 Section(f"{name} over bytes", of_bytes, partial(curves_figure, groups, key, over_bytes=True)),
             ]
-    if len(shown) == 1:
-        shown.append(Section("Accuracy", "No round of these runs was evaluated."))
-    shown += pictures(groups, [curve_name(mark, group) for mark, group in zip(marks(groups), groups, strict=True)])
-    shown[1:1] = [paired] if (paired := paired_section(groups)) is not None else []  # below the tables
-    return page("Piecework: runs compared", f"{above}<h1>Runs compared</h1>{settings}{sections_html(shown)}")
+    if groups and not shown:
+        idle = any(run.untrained_accuracy is not None for group in groups for run in group.runs)
+        after = " after clients had trained" if idle else ""
+        shown.append(Section("Accuracy", f"No round of these runs was evaluated{after}."))
+    return shown
 
 
 def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any:
     """Draw a line and a band per group for the record key `key`."""
-    from piecework.report.page import COLOURS, graph_objects, line
-
     figure = graph_objects().Figure()
     for i, (mark, group) in enumerate(zip(marks(groups), groups, strict=True)):
         points, name = mean_curve(group, key, over_bytes), curve_name(mark, group)
@@ -200,8 +278,9 @@ def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any
 
 
 def curve_name(mark: str, group: Group) -> str:
-    """Return the name of a group's curve: its mark, its first settings, and its run or how many it has."""
+    """Return the name of a group's curve: its mark, first settings, run or how many, and whom they left out."""
     runs = group.runs[0].path.name if len(group.runs) == 1 else f"{len(group.runs)} runs"
+    runs += f"; {text}" if (text := some_clients(group)) else ""
     label = group.label if len(group.label) <= LABEL else f"{group.label[:LABEL].rpartition(' ')[0]} …"
     return f"{mark}: {label} ({runs})"
 

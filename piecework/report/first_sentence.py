@@ -11,6 +11,7 @@ from typing import Any
 from piecework.device_profiles.profile import format_percent
 from piecework.planning.coverage import consecutive
 from piecework.report.display import UnderAttack, is_enforced, under_attack
+from piecework.report.participation import accepted, participation
 from piecework.server_app.run_folder import COMPLETED, STOPPED
 from piecework.server_app.summary import peak_over_budget, trained_parts
 
@@ -25,12 +26,12 @@ def first_sentence(settings: Record, rounds: Sequence[Record], final: Record | N
     if not rounds:
         return f"{strategy} has not trained {model}: {ended} before its first round was finished."
     failed = refusals(rounds)
-    learned = {row["client"] for row in accepted(rounds)}
-    if not learned:
+    clients = participation(rounds)
+    if not clients.trained:
         told = [f"{strategy} could not train {model}: no client's update entered the model", failed]
         return f"{'; '.join(filter(None, told))}; {ended} in round {rounds[-1]['round']} of {total}."
-    everyone = max(sum(r.get("devices", {}).values()) for r in rounds)
-    who = count(len(learned), "client") if everyone <= len(learned) else f"{len(learned)} of {everyone} clients"
+    of_all = f"{clients.trained} of {clients.clients} clients"
+    who = of_all if clients.partial else count(clients.trained, "client")
     so_far = f"in {len(rounds)} of {total} rounds"
     when = {COMPLETED: f"in {count(len(rounds), 'round')}", "unfinished": f"{so_far} until now"}.get(
         status, f"{so_far} before {ended}"
@@ -40,15 +41,6 @@ def first_sentence(settings: Record, rounds: Sequence[Record], final: Record | N
     if failed:
         told.append(failed)
     return "; ".join(told) + "."
-
-
-def accepted(rounds: Sequence[Record]) -> list[Record]:
-    """Return the records of clients whose updates entered the model, in their round or late."""
-    rows = []
-    for record in rounds:
-        rows += [c for c in record["clients"] if c["status"] == "ok" and record.get("aggregated", True)]
-        rows += record.get("late_used", [])
-    return rows
 
 
 def wholly(rounds: Sequence[Record]) -> str:

@@ -43,7 +43,7 @@ def test_each_run_is_a_row_with_its_name_and_a_group_has_a_mean(tmp_path: Path) 
     assert mean.split()[5:] == ["2", "70.00%", "±", "14.14%", "75.00%", "±", "21.21%"]
     first = next(i for i, row in enumerate(rows) if "60.00%" in row)
     assert rows[first].split()[1] + rows[first + 1].strip() == LONG  # folded, not cut
-    assert [len([row for row in words if row[1:2] == ["two"]]), len([row for row in words if "mean" in row])] == [3, 3]
+    assert [len([row for row in words if row[1:2] == ["two"]]), len([row for row in words if "mean" in row])] == [4, 4]
 
 
 def test_fleets_have_their_names(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from piecework.cli import app
-from piecework.report.compare import runs_at
+from piecework.report.run_folders import runs_at
 from piecework.report.seeds import summarise_seeds
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import resolve_run_dir
@@ -66,7 +66,10 @@ def test_a_folder_of_runs_is_compared(runs: Path, two_seeds: Result) -> None:
     assert answers[0].stdout == answers[1].stdout == answers[2].stdout
     empty = CliRunner().invoke(app, ["compare", str(runs / "notes")])
     assert empty.exit_code == 2
-    assert "notes is not the folder of a run (it has no settings.toml), and no folder in it is one" in empty.stderr
+    assert (
+        "notes is not the folder of a run (it has no settings.toml), and no folder in it or below is one"
+        in empty.stderr
+    )
 
 
 def test_a_run_is_taken_before_what_lies_in_it(tmp_path: Path) -> None:
