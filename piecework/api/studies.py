@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from piecework.report.page import Section
     from piecework.studies.status import StudyStatus
 
 PAGE = "compare.html"
@@ -83,7 +84,7 @@ class Study:
         return self.comparison.to_pandas(what)
 
     def tables(self) -> "list[Table | Text]":
-        """Return what terminals show of it: how far it is, what failed, and the completed runs compared."""
+        """Return what terminals show of it: how far it is, which runs failed or were interrupted, and the others compared."""
         from rich.text import Text
 
         from piecework.report.compare_view import compare_tables
@@ -92,22 +93,44 @@ class Study:
         status, groups = self.status, self.comparison.groups
         lines = [
             Text(f"{self.path.name}: {status}"),
-            *(Text(f"{run.job.label}: {run.reason}") for run in status.failed),
+            *(
+                Text(f"{run.job.label} {run.shown}: {run.why}")
+                for run in status.without_result
+                if run.state != "missing"
+            ),
         ]
         return [*lines, *compare_tables(groups), *paired_tables(groups)] if groups else [*lines]
 
-    def write_page(self) -> Path:
-        """Write a page with the completed runs compared into the study's folder, and return its file.
+    def write_page(self, *, plotly: bool = True) -> Path:
+        """Write a page into the study's folder and return it: completed runs compared, and why others have no result.
 
-        Raises ReportError without plotly.
+        Without `plotly` it has tables alone. Raises ReportError if plotly is wanted and missing.
         """
-        return self.comparison.draw_curves(self.path / PAGE)
+        from piecework.client_app.disk import write_atomically
+        from piecework.report.compare_view import curves_html
+
+        status = self.status
+        others = without_result(status)
+        content = curves_html(self.comparison.groups, says=f"{status}.", others=others, plotly=plotly)
+        write_atomically(self.path / PAGE, content.encode())
+        return self.path / PAGE
 
     def __str__(self) -> str:
         return show_text(self.tables())
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def without_result(status: "StudyStatus") -> "list[Section]":
+    """Return the section of a page with the runs of a study that have no result, each with the reason; none without any."""
+    from piecework.report.page import Section, table
+
+    if not (runs := status.without_result):
+        return []
+    rows = [(run.job.label, run.shown, run.why, run.log.name if run.log.is_file() else "-") for run in runs]
+    caption = "What is compared here is without these. The log is in the study's folder."
+    return [Section("Runs without a result", caption, below=table(rows, ("run", "state", "why", "log")))]
 
 
 def study(

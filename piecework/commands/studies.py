@@ -103,12 +103,13 @@ def options_of_runs(restarts: int, connection: Connection | None, no_cache: bool
 
 
 def show_page(found: "Study", told: PlainConsole) -> None:
-    """Write the page of a study with its completed runs, if there are any, and say where it is and where they are."""
+    """Write the page of a study, without figures where plotly is missing, and say where it is and where the runs are."""
     from piecework.report.page import ReportError
 
-    if found.runs:
-        try:
-            told.print(f"page: {found.write_page()}", highlight=False, soft_wrap=True)
-        except ReportError as error:
-            err.print(f"no page: {error}", highlight=False, soft_wrap=True)
+    try:
+        page = found.write_page()
+    except ReportError as error:
+        err.print(f"the page has no figures: {error}", highlight=False, soft_wrap=True)
+        page = found.write_page(plotly=False)
+    told.print(f"page: {page}", highlight=False, soft_wrap=True)
     told.print(f"study folder: {found.path}", highlight=False, soft_wrap=True)

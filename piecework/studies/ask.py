@@ -33,6 +33,8 @@ def find_study(name: str, asked_for: Scalars, preset: str, sweep: Sweep, seeds: 
         raise SettingsError(f"{min(both)} is given one value, and swept over several: give one of them")
     asked = {key: value for key, value in asked_for.items() if key != "output-dir"}
     chosen = name or f"study-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    if "output-dir" in asked_for:
+        require_place(chosen, Path(str(asked_for["output-dir"])))
     folder = folder_of(chosen, Path(str(asked_for.get("output-dir", Settings().output_dir))))
     known = Study.read(folder) if (folder / FILE).is_file() else None
     if known is not None and not (asked or preset or sweep or seeds):
@@ -83,7 +85,21 @@ def folder_of(name: str, output_dir: Path) -> Path:
     path = Path(name)
     if not path.name or path.name.startswith("."):
         raise SettingsError(f"--study {abbreviate(name)}: expected a name, as the study's folder gets it")
-    return (path if len(path.parts) > 1 else output_dir / path).resolve()
+    return (path if is_path(name) else output_dir / path).resolve()
+
+
+def is_path(name: str) -> bool:
+    """Return whether a study was given as a path: `./NAME` is one, and NAME is not."""
+    return len(Path(name).parts) > 1 or name.startswith("./")
+
+
+def require_place(name: str, output_dir: Path) -> None:
+    """Raise SettingsError if a study was given as a path that leads elsewhere than into the output-dir that was given too."""
+    if is_path(name) and folder_of(name, output_dir).parent != output_dir.resolve():
+        raise SettingsError(
+            f"--study {abbreviate(name)} is a path, and not in output-dir = {output_dir}: give the path alone, or "
+            f"--study {Path(name).name} for a folder of this name in the output-dir"
+        )
 
 
 def require_files(values: Scalars, sweep: Sweep) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from piecework.server_app.records import RunDir
-from piecework.studies.notes import Note, NoteError, State, state_of
+from piecework.studies.notes import Note, NoteError, State, beside, state_of
 from piecework.studies.pace import Pace, in_words, look_at, pace_of, seconds_left
 from piecework.studies.study import Study, StudyJob
 from piecework.training.settings import Settings
@@ -29,12 +29,29 @@ class RunStatus:
     left: float | None
     evaluated: bool
 
+    @property
+    def shown(self) -> str:
+        """The state as users read it."""
+        return NAMES.get(self.state, self.state)
+
+    @property
+    def why(self) -> str:
+        """Why there is no result of it: the reason of a failure, else how far it is."""
+        if self.state in FAILED:
+            return self.reason
+        return f"after round {self.rounds} of {self.of}" if self.rounds else "no round of it is finished"
+
+    @property
+    def log(self) -> Path:
+        """The file with what its processes printed, which is there once it was started."""
+        return beside(self.folder, "log")
+
     def to_values(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return {
             "row": self.job.row.label,
             "seed": self.job.seed,
-            "state": NAMES.get(self.state, self.state),
+            "state": self.shown,
             "reason": self.reason,
             "rounds": self.rounds,
             "run_dir": str(self.folder) if RunDir(self.folder).has_begun() else None,
@@ -57,6 +74,11 @@ class StudyStatus:
         return [run for run in self.runs if run.state in FAILED]
 
     @property
+    def without_result(self) -> list[RunStatus]:
+        """The runs that are not done, those that failed first."""
+        return sorted((run for run in self.runs if run.state != "done"), key=lambda run: run.state not in FAILED)
+
+    @property
     def hours(self) -> float | None:
         """The hours that are known to be left; None if nothing is known of any run."""
         known = [run.left for run in self.runs if run.left is not None]
@@ -75,6 +97,7 @@ class StudyStatus:
     def __str__(self) -> str:
         counts = [f"{self.count('done')} of {len(self.runs)} runs done"]
         named: dict[str, tuple[State, ...]] = {"running": ("running",), "interrupted": ("begun",), "failed": FAILED}
+        named["not begun"] = ("missing",)
         counts += [f"{count} {name}" for name, states in named.items() if (count := self.count(*states))]
         if self.count(*OPEN):
             counts += [in_words(self.hours, self.unknown, self.unevaluated)]

@@ -6,60 +6,22 @@ import signal
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import pytest
 from claims_harness import NOBODY, Process
 from claims_helpers import finish
-from click.testing import Result
+from studies_helpers import IN_ORDER, TWO, Here
 from typer.testing import CliRunner
 
 import piecework
 from piecework.cli import app
 from piecework.commands.console import PlainConsole
-from piecework.server_app.records import RunDir
 from piecework.studies import queue, runner
 from piecework.studies.ask import find_study, parse_sweep, read_sweep
 from piecework.studies.go_on import StudyProgress
 from piecework.studies.study import Study, StudyPlan
 from piecework.training.settings import Scalar, SettingsError
-
-TWO = ["--strategies", "fedavg,heterofl", "--seeds", "1,2", "--rounds", "3"]
-IN_ORDER = [(strategy, seed) for seed in (1, 2) for strategy in ("fedavg", "heterofl")]
-
-
-class Here:
-    """A folder in which studies are run by processes that only leave `accuracies`, by strategy and seed; None fails."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.words = folder, list[list[str]]()
-        self.accuracies: dict[tuple[str, int], float | None] = {}
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(runner, "POLL", 0.0)
-        monkeypatch.setattr(runner, "DYING", 0.0)
-        monkeypatch.setattr(queue, "spawn", self.spawn)
-
-    def spawn(self, words: list[str], log: Path) -> Any:
-        self.words.append(words)
-        run = log.with_name(log.name.removesuffix(".log"))
-        given = tomllib.loads(run.with_name(f"{run.name}.toml").read_text("utf-8"))
-        accuracy = self.accuracies.get((given["strategy"], given["seed"]), 0.5)
-        log.write_text("error: no such data set\n", "utf-8")
-        if accuracy is None:
-            return Process(2)
-        finish(run, [0.1, 0.2, accuracy], settings=given)
-        return Process(0)
-
-    def run(self, *words: str) -> Result:
-        self.words.clear()
-        return CliRunner().invoke(app, ["run", *words])
-
-    @property
-    def started(self) -> list[tuple[str, int]]:
-        """The strategies and seeds of the runs that were started."""
-        names = [Path(words[words.index("--preset") + 1]).name.split("-seed") for words in self.words]
-        return [(strategy, int(rest.partition("-")[0])) for strategy, rest in names]
 
 
 @pytest.fixture
@@ -212,10 +174,7 @@ def test_ctrl_c_says_how_to_go_on(here: Here, monkeypatch: pytest.MonkeyPatch) -
 def test_a_terminal_is_shown_how_far_it_is(here: Here) -> None:
     """Three runs of three rounds are done, and the first round of the last, which took 2 s."""
     here.run("--study", "s", *TWO)
-    (run,) = here.folder.glob("runs/s/heterofl-seed2-*/")
-    given = RunDir(run).settings()
-    rmtree(run)
-    finish(run, [0.1], status="", settings=given)
+    run = here.interrupt("s/heterofl-seed2-*", 0.1)
     screen = io.StringIO()
     study = Study.read(here.folder / "runs/s")
     with StudyProgress(
@@ -299,9 +258,6 @@ def test_a_module_of_this_process_is_refused(here: Here) -> None:
 def test_what_is_missing_and_for_how_long(here: Here) -> None:
     """Rounds of 2 s, the last of three evaluations; a completed run takes 3 s besides."""
     here.run("--study", "s", *TWO)
-    (run,) = here.folder.glob("runs/s/heterofl-seed2-*/")
-    given = RunDir(run).settings()
-    rmtree(run)
-    finish(run, [0.1], status="", settings=given)
+    here.interrupt("s/heterofl-seed2-*", 0.1)
     shown = CliRunner().invoke(app, ["study", "runs/s"])
     assert shown.stdout.splitlines()[0] == "s: 3 of 4 runs done, 1 interrupted, 4.0 s left"
