@@ -35,6 +35,11 @@ def lock(file: IO[Any] | int, *, shared: bool = False, wait: bool = False) -> bo
     return True
 
 
+def unlock(file: IO[Any] | int) -> None:
+    """Release a lock that `lock` took, before the file is closed."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def is_still(path: Path, file: IO[Any]) -> bool:
     """Return whether a path still leads to this open file."""
     try:

@@ -16,11 +16,13 @@ from typing import IO
 
 import psutil
 
-from piecework.client_app.file_lock import lock
+from piecework.client_app.file_lock import lock, unlock
 from piecework.device_profiles.documents import read_json
 
 LOG = logging.getLogger("piecework")
 LOCK_FILE = "lock"
+LOOKS = 100  # times that a lock is tried while others only look whether it is held, PAUSE seconds apart
+PAUSE = 0.01
 
 
 class RunLockedError(ValueError):
@@ -35,7 +37,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_FILE).open("a+") as file:
-        if not _take(file, folder):
+        if not _take_from_lookers(file, folder):
             raise RunLockedError(in_use(folder, _holder(file)))
         file.truncate(0)
         holder = {"pid": os.getpid(), "host": platform.node(), "since": datetime.now().isoformat(" ", "seconds")}
@@ -91,6 +93,18 @@ def in_use(folder: Path, holder: str) -> str:
         f"{folder} is being written by {holder}: two processes would corrupt the run. Wait until that one ends or stop it; the "
         "lock is released when it ends"
     )
+
+
+def _take_from_lookers(file: IO[str], folder: Path) -> bool:
+    """Take the lock, also where `writer` is just looking, which holds a shared lock for a moment: that is no other writer."""
+    for _ in range(LOOKS):
+        if _take(file, folder):
+            return True
+        if not _take(file, folder, shared=True):
+            return False
+        unlock(file)
+        time.sleep(PAUSE)
+    return False
 
 
 def _take(file: IO[str], folder: Path, *, shared: bool = False) -> bool:

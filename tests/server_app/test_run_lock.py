@@ -167,3 +167,22 @@ def test_without_locks_the_log_says_so(
     with run_lock(tmp_path):
         pass
     assert f"{tmp_path} cannot be locked ([Errno 37] No locks available)" in caplog.text
+
+
+def test_who_only_looks_keeps_nobody_from_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look holds a shared lock for a moment: the writer tries again, and only another writer is in its way."""
+    (tmp_path / "lock").touch()
+    looks = (tmp_path / "lock").open("r")
+    assert file_lock.lock(looks, shared=True)
+    waits = list[float]()
+
+    def look_ends(seconds: float) -> None:
+        waits.append(seconds)
+        looks.close()
+
+    monkeypatch.setattr(time, "sleep", look_ends)
+    with run_lock(tmp_path):
+        assert str(os.getpid()) in (writer(tmp_path) or "")
+        with pytest.raises(RunLockedError, match=f"process {os.getpid()} on "), run_lock(tmp_path):
+            raise AssertionError
+    assert len(waits) == 1, "for the look, and not for the writer"
