@@ -128,9 +128,10 @@ def without_result(status: "StudyStatus") -> "list[Section]":
 
     if not (runs := status.without_result):
         return []
-    rows = [(run.job.label, run.shown, run.why, run.log.name if run.log.is_file() else "-") for run in runs]
-    caption = "What is compared here is without these. The log is in the study's folder."
-    return [Section("Runs without a result", caption, below=table(rows, ("run", "state", "why", "log")))]
+    logs = [f" ({run.log.name})" if run.log.is_file() else "" for run in runs]
+    rows = [(run.shown, run.job.label, f"{run.why}{log}") for run, log in zip(runs, logs, strict=True)]
+    caption = "What is compared is without these. In brackets: the file in the study's folder with what a run printed."
+    return [Section("Runs without a result", caption, below=table(rows, ("state", "run", "why")))]
 
 
 def study(

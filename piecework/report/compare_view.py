@@ -81,7 +81,7 @@ def left_out(group: Group) -> list[str]:
     started = [run for run in group.runs if run.rounds]
     idle, notes = [run for run in started if not run.participation.trained], list[str]()
     if len(idle) < len(started):
-        notes += [f"{text}{never_asked(started)}"] if (text := some_clients(group)) else []
+        notes += [f"{text} trained{never_asked(started)}"] if (text := some_clients(group)) else []
         counts = Counter(device for run in started for device in run.participation.excluded)
         for count in sorted(set(counts.values()), reverse=True):
             devices = ", ".join(sorted(device for device, times in counts.items() if times == count))
@@ -99,11 +99,11 @@ def of_runs(some: int, total: int) -> str:
 
 
 def some_clients(group: Group) -> str:
-    """Return how many clients trained, `12 of 20 clients trained`, if not all did in each run of a group; else nothing."""
+    """Return how many clients trained, as in `12 of 20 clients`, if not all did in each run of a group; else nothing."""
     found = [run.participation for run in group.runs if run.rounds]
     if not any(each.partial for each in found):
         return ""
-    return f"{clients_text([each.trained for each in found], [each.clients for each in found])} clients trained"
+    return f"{clients_text([each.trained for each in found], [each.clients for each in found])} clients"
 
 
 def never_asked(started: Sequence[RunResult]) -> str:

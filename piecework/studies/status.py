@@ -97,7 +97,7 @@ class StudyStatus:
     def __str__(self) -> str:
         counts = [f"{self.count('done')} of {len(self.runs)} runs done"]
         named: dict[str, tuple[State, ...]] = {"running": ("running",), "interrupted": ("begun",), "failed": FAILED}
-        named["not begun"] = ("missing",)
+        named["missing"] = ("missing",)
         counts += [f"{count} {name}" for name, states in named.items() if (count := self.count(*states))]
         if self.count(*OPEN):
             counts += [in_words(self.hours, self.unknown, self.unevaluated)]

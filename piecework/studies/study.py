@@ -2,7 +2,7 @@
 
 study.toml                 the study: seeds, swept settings with their values, the settings of all runs
 STRATEGY-seed1-0f3c9a1b/   the folder of a run, as every run's, and beside it its note, settings and log (notes.py)
-compare.html               the runs compared
+compare.html               the runs compared, and why others have no result
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -138,7 +138,7 @@ def test_pictures_say_who_was_left_out(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "some", partly()), make_run(tmp_path / "all", two_rounds(0.5), strategy="fedavg")]
     groups = group_runs(runs)
     names = [curve_name(mark, group) for mark, group in zip("AB", groups, strict=True)]
-    assert names == ["A: strategy=fedepth (some; 2 of 5 clients trained)", "B: strategy=fedavg (all)"]
+    assert names == ["A: strategy=fedepth (some; 2 of 5 clients)", "B: strategy=fedavg (all)"]
     for section in pictures(groups, names):
         assert [list(trace.text) for trace in section.drawn.data] == [["some (2 of 5 clients trained)"], ["all"]]
         assert "Where not all clients trained, the name says how many did" in section.caption
