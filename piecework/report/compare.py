@@ -34,15 +34,16 @@ ACCURACIES = {"accuracy": "Accuracy", "adversarial_accuracy": "Accuracy under at
 class RunResult:
     """The figures of one run.
 
-    Bytes are those of training messages; `disk_a_round` has those of paged steps, if there are any. `curves` have (round, bytes
-    so far, accuracy) of the evaluated rounds by record key. `under_attack` has the trained model's results by `UNDER_ATTACK`,
-    and `best` those of `best_round`. Where nobody trained, all of these are empty, and `untrained_accuracy` has what the model
-    gets right as it began.
+    `reason` says in a line why it did not complete. Bytes are those of training messages; `disk_a_round` has those of paged
+    steps, if there are any. `curves` have (round, bytes so far, accuracy) of the evaluated rounds by record key. `under_attack`
+    has the trained model's results by `UNDER_ATTACK`, and `best` those of `best_round`. Where nobody trained, all of these are
+    empty, and `untrained_accuracy` has what the model gets right as it began.
     """
 
     path: Path
     settings: dict[str, Scalar]
     status: str
+    reason: str
     rounds: int
     participation: Participation
     accuracy: float | None
@@ -99,7 +100,7 @@ def read_run(run_dir: RunDir) -> RunResult:
 def _figures(run_dir: RunDir, settings: dict[str, Scalar]) -> RunResult:
     """Return the figures of a run with these settings, from its records."""
     rounds, final = read_rounds(run_dir), read_final(run_dir)
-    status, _, seconds = display.how_it_ended(run_dir, rounds)
+    status, reason, seconds = display.how_it_ended(run_dir, rounds)
     clients, evaluated = participation(rounds), display.accuracies(rounds, final)
     last = evaluated[-1] if evaluated else None
     sent = list(accumulate(r["bytes_down"] + r["bytes_up"] for r in rounds))
@@ -109,6 +110,7 @@ def _figures(run_dir: RunDir, settings: dict[str, Scalar]) -> RunResult:
         path=run_dir.path,
         settings=settings,
         status=status,
+        reason=next(iter(reason.splitlines()), ""),
         rounds=len(rounds),
         participation=clients,
         accuracy=last if trained else None,
@@ -274,6 +276,7 @@ def run_json(run: RunResult, seed: int) -> dict[str, Any]:
         "path": str(run.path),
         "seed": seed,
         "status": run.status,
+        "reason": run.reason,
         "rounds": run.rounds,
         "clients_trained": run.participation.trained,
         "clients_ever_asked": run.participation.asked,

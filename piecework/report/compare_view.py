@@ -3,7 +3,6 @@
 How many clients of the fleet trained stands beside what that cost, and a model that nobody trained has no accuracy here.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
@@ -17,11 +16,12 @@ from rich.text import Text
 from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.profile import format_bytes, format_percent
 from piecework.device_profiles.units import format_seconds
-from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, RunResult, figures, marks
+from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures, marks
+from piecework.report.compare_legend import legend, some_clients
 from piecework.report.compare_pictures import pictures
 from piecework.report.page import COLOURS, ReportError, Section, graph_objects, line, page, sections_html, table
 from piecework.report.paired import paired_section
-from piecework.report.participation import clients_text, span
+from piecework.report.participation import clients_text
 
 # The tables, and their columns, as they fit a terminal of 80 columns.
 TABLES = {
@@ -63,53 +63,6 @@ def chosen_columns(row: Mapping[str, str]) -> dict[str, list[str]]:
     rest = [name for name in row if name not in (*known, "", "run")]
     found = {title: [name for name in columns or rest if name in row] for title, columns in TABLES.items()}
     return {title: columns for title, columns in found.items() if columns}
-
-
-def legend(groups: Sequence[Group]) -> list[str]:
-    """Return a sentence for each group: its mark, its settings, whom it left out, and whether runs of it repeat a seed."""
-    found = []
-    for name, group in zip(marks(groups), groups, strict=True):
-        twice = " and ".join(f"{count} runs have seed {seed}" for seed, count in group.repeated.items())
-        notes = [f"{twice}, so they are repetitions"] if twice else []
-        notes += left_out(group)
-        found.append(f"{name}: {group.label}" + (f" ({'; '.join(notes)})" if notes else ""))
-    return found
-
-
-def left_out(group: Group) -> list[str]:
-    """Return whom the runs of a group left out: clients and device classes that never trained, or all; empty if nobody."""
-    started = [run for run in group.runs if run.rounds]
-    idle, notes = [run for run in started if not run.participation.trained], list[str]()
-    if len(idle) < len(started):
-        notes += [f"{text} trained{never_asked(started)}"] if (text := some_clients(group)) else []
-        counts = Counter(device for run in started for device in run.participation.excluded)
-        for count in sorted(set(counts.values()), reverse=True):
-            devices = ", ".join(sorted(device for device, times in counts.items() if times == count))
-            notes.append(f"no client of {devices} ever trained{of_runs(count, len(started))}")
-    if idle:
-        known = sorted({format_percent(run.untrained_accuracy) for run in idle if run.untrained_accuracy is not None})
-        said = f": the untrained model gets {' and '.join(known)} right, which is no result" if known else ""
-        notes.append(f"nobody trained{of_runs(len(idle), len(started))}{said}")
-    return notes
-
-
-def of_runs(some: int, total: int) -> str:
-    """Return ` in 1 of 3 runs`; nothing for all of them."""
-    return "" if some == total else f" in {some} of {total} runs"
-
-
-def some_clients(group: Group) -> str:
-    """Return how many clients trained, as in `12 of 20 clients`, if not all did in each run of a group; else nothing."""
-    found = [run.participation for run in group.runs if run.rounds]
-    if not any(each.partial for each in found):
-        return ""
-    return f"{clients_text([each.trained for each in found], [each.clients for each in found])} clients"
-
-
-def never_asked(started: Sequence[RunResult]) -> str:
-    """Return `, 2 were never asked`; nothing if all clients were, in each run."""
-    left = [of.clients - of.asked for of in (run.participation for run in started) if of.clients is not None]
-    return f", {span(left)} {'was' if {*left} == {1} else 'were'} never asked" if any(left) else ""
 
 
 def compare_rows(groups: Sequence[Group]) -> list[dict[str, str]]:
@@ -278,11 +231,11 @@ def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any
 
 
 def curve_name(mark: str, group: Group) -> str:
-    """Return the name of a group's curve: its mark, first settings, run or how many, and whom they left out."""
+    """Return the name of a group's curve: its mark, first settings, how many clients trained if not all did, and its runs."""
     runs = group.runs[0].path.name if len(group.runs) == 1 else f"{len(group.runs)} runs"
-    runs += f"; {text}" if (text := some_clients(group)) else ""
+    partly = f", {text}" if (text := some_clients(group)) else ""
     label = group.label if len(group.label) <= LABEL else f"{group.label[:LABEL].rpartition(' ')[0]} …"
-    return f"{mark}: {label} ({runs})"
+    return f"{mark}: {label}{partly} ({runs})"
 
 
 def mean_curve(group: Group, key: str, over_bytes: bool) -> list[tuple[float, float, float, float]]:

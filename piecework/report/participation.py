@@ -45,12 +45,13 @@ def accepted(rounds: Iterable[Record]) -> list[Record]:
 def participation(rounds: Sequence[Record]) -> Participation:
     """Return who took part in a run, from its rounds' records."""
     own = {row["client"]: row.get("examples", 0) for row in accepted(rounds)}
+    asked = {row["client"] for record in rounds for row in record["clients"]} | own.keys()
     everyone = max((sum(record.get("devices", {}).values()) for record in rounds), default=0)
     examples = max((record.get("examples", 0) for record in rounds), default=0)
     return Participation(
         trained=len(own),
-        asked=len({row["client"] for record in rounds for row in record["clients"]} | own.keys()),
-        clients=max(everyone, len(own)) if everyone else None,
+        asked=len(asked),
+        clients=max(everyone, len(asked)) if everyone else None,
         data=min(1.0, sum(own.values()) / examples) if examples else None,
         excluded=excluded_classes(rounds),
     )

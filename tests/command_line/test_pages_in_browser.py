@@ -9,7 +9,8 @@ import pytest
 from report_helpers import client, make_run, refused, round_record
 
 from piecework.report.compare import group_runs
-from piecework.report.compare_view import write_curves
+from piecework.report.compare_view import curves_html, write_curves
+from piecework.report.page import Section, table
 from piecework.report.run_page import write_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium, of the extra dev, is not installed")
@@ -49,7 +50,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rounds = [round_record(n, n / 10, [client(0, **own), refused(1, "y" * 300)], **some) for n in (1, 2, 3)]
     good = make_run(folder / LONG, rounds, num_rounds=3)
     bad = make_run(folder / "bad", [round_record(1, None, [refused(0)])], "failed", "no client trained: " + "z" * 200)
+    lost = table([("failed", "strategy=fedavg " + "y" * 60, "no such data set: " + "z" * 200)], ("state", "run", "why"))
+    study = folder / "study.html"
+    study.write_text(
+        curves_html(group_runs([good]), says="1 of 2 runs done.", others=[Section("Lost", "", below=lost)])
+    )
     return {
+        "study": study,
         "report": write_report(good),
         "failed": write_report(bad),
         "without plotly": write_report(make_run(folder / "small", rounds), plotly=False),
@@ -59,7 +66,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("mode", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("kind", ["report", "failed", "without plotly", "compare"])
+@pytest.mark.parametrize("kind", ["report", "failed", "without plotly", "compare", "study"])
 def test_page(browser: Any, pages: dict[str, Path], kind: str, width: int, mode: str) -> None:
     media = {"features": [{"name": "prefers-color-scheme", "value": mode}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)

@@ -7,8 +7,9 @@ import pytest
 from report_helpers import client, make_run, refused, round_record, text_of, two_rounds
 
 from piecework.report.compare import Group, compare_json, group_runs
+from piecework.report.compare_legend import legend
 from piecework.report.compare_pictures import pictures
-from piecework.report.compare_view import compare_tables, curve_name, curves_html, legend
+from piecework.report.compare_view import compare_tables, curve_name, curves_html
 from piecework.report.paired import pair_groups
 from piecework.report.participation import Participation, Record, clients_text, participation
 
@@ -76,7 +77,7 @@ def test_tables_say_who_was_left_out(tmp_path: Path) -> None:
     assert legend(groups) == [
         "A: strategy=exclusivefl (2 of 5 clients trained, 2 were never asked; no client of pi ever trained)",
         "B: strategy=fedepth",
-        "C: strategy=fedprox",
+        "C: strategy=fedprox (it failed: no nodes)",
     ]
     words = [row.split() for row in rows]
     assert ["A", "some1", "3", "2", "of", "5", "50.0%", "2", "of", "6"] in words
@@ -138,8 +139,25 @@ def test_pictures_say_who_was_left_out(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "some", partly()), make_run(tmp_path / "all", two_rounds(0.5), strategy="fedavg")]
     groups = group_runs(runs)
     names = [curve_name(mark, group) for mark, group in zip("AB", groups, strict=True)]
-    assert names == ["A: strategy=fedepth (some; 2 of 5 clients)", "B: strategy=fedavg (all)"]
+    assert names == ["A: strategy=fedepth, 2 of 5 clients (some)", "B: strategy=fedavg (all)"]
     for section in pictures(groups, names):
         assert [list(trace.text) for trace in section.drawn.data] == [["some (2 of 5 clients trained)"], ["all"]]
         assert "Where not all clients trained, the name says how many did" in section.caption
     assert not any("not all clients" in section.caption for section in pictures(groups[1:], names[1:]))
+
+
+def test_failures_have_their_reasons(tmp_path: Path) -> None:
+    def told(*ends: tuple[str, str]) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        runs = [make_run(folder / str(n), [], status, why, seed=n) for n, (status, why) in enumerate(ends)]
+        assert [run["reason"] for run in compare_json(group_runs(runs))["groups"][0]["runs"]] == [
+            why.partition("\n")[0] for _, why in ends
+        ]
+        return legend(group_runs(runs))[0].removeprefix("A: strategy=fedepth")
+
+    assert told(("failed", "no nodes\ntry: more nodes")) == " (it failed: no nodes)"
+    assert told(("failed", "x"), ("failed", "x")) == " (all 2 runs failed: x)"
+    assert told(("failed", "x"), ("completed", ""), ("failed", "y")) == " (2 of 3 runs failed: x, y)"
+    assert told(*(("failed", why) for why in "wxyz")) == " (all 4 runs failed: w, x, and 2 more reasons)"
+    assert told(("failed", "")) == " (it failed)"
+    assert told(("completed", "")) == ""
