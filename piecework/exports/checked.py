@@ -6,16 +6,19 @@ its own name, and replaces an earlier file, once each example has the same class
 
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from piecework.exports.formats import Exported, ExportError
-from piecework.exports.network import ExportedNetwork, file_name, metadata_of
+from piecework.exports.network import ExportedNetwork, metadata_of
+from piecework.exports.target import replacing
 from piecework.federated_data.datasets import DatasetError
 from piecework.models.model_file import description, find_file
 from piecework.models.trained_model import TrainedModel, load_model
@@ -25,7 +28,7 @@ from piecework.training.setup import dataset_of, prepare_dataset
 EXAMPLES = 16  # on which a file is checked
 CLOSE = 1e-4  # of the largest logit: what two orders of summation may differ by
 
-Write = Callable[[ExportedNetwork, Tensor, dict[str, str], Path], None]
+Write = Callable[[ExportedNetwork, Tensor, dict[str, str], BinaryIO], None]
 # Returns the logits for examples, and the metadata that the file holds.
 Read = Callable[[Path, Tensor], tuple[Tensor, dict[str, str]]]
 
@@ -39,25 +42,16 @@ def write_checked(run: Path, target: Path, form: str, write: Write, read: Read) 
     with torch.no_grad():
         expected = with_both_classes(model(examples))
     metadata = metadata_of(network, model, described)
-    unchecked = target.with_name(file_name(target))
-    try:
-        with torch.no_grad():
-            try:
-                write(network, examples, metadata, unchecked)
-                found, told = read(unchecked, examples)
-            except (OSError, ExportError):
-                raise
-            except Exception as error:  # whatever the library of a format raises
-                first = (str(error).splitlines() or [""])[0][:300]
-                raise ExportError(
-                    f"{form}: {metadata['model']} cannot be written: {type(error).__name__}: {first}"
-                ) from error
+    with torch.no_grad(), replacing(target) as unchecked:
+        with naming_the_model(form, metadata["model"], unchecked, target):
+            content = BytesIO()  # some formats' libraries would not say which error of the disk they met
+            write(network, examples, metadata, content)
+        unchecked.write_bytes(content.getbuffer())
+        with naming_the_model(form, metadata["model"], unchecked, target):
+            found, told = read(unchecked, examples)
         difference, bound = require_same(form, expected, found)
         if told != metadata:
             raise ExportError(f"{form}: the file says {told} about itself, and should say {metadata}: it was not kept")
-        unchecked.replace(target)
-    finally:
-        unchecked.unlink(missing_ok=True)
     size = target.stat().st_size
     return Exported(
         target,
@@ -74,6 +68,18 @@ def write_checked(run: Path, target: Path, form: str, write: Write, read: Read) 
             "metadata": metadata,
         },
     )
+
+
+@contextmanager
+def naming_the_model(form: str, model: str, unchecked: Path, target: Path) -> Iterator[None]:
+    """Turn whatever the library of a format raises into an ExportError, which names the format, the model and the target."""
+    try:
+        yield
+    except (OSError, ExportError):
+        raise
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0].replace(str(unchecked), str(target))[:300]
+        raise ExportError(f"{form}: {model} cannot be written: {type(error).__name__}: {first}") from error
 
 
 def open_model(run: Path) -> TrainedModel:

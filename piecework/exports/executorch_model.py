@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def write_executorch(run: Path, target: Path) -> Exported:
         return write_checked(run, target, "executorch", write, read)
 
 
-def write(network: ExportedNetwork, examples: Tensor, metadata: dict[str, str], file: Path) -> None:
+def write(network: ExportedNetwork, examples: Tensor, metadata: dict[str, str], file: BinaryIO) -> None:
     """Write a network for one example."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
@@ -35,7 +36,7 @@ def write(network: ExportedNetwork, examples: Tensor, metadata: dict[str, str], 
     with without_known_warnings():
         program = record(network, examples, any_number=False)
         lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], constant_methods=metadata)
-        file.write_bytes(lowered.to_executorch().buffer)
+        file.write(lowered.to_executorch().buffer)
 
 
 def read(file: Path, examples: Tensor) -> tuple[Tensor, dict[str, str]]:

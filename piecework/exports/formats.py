@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from piecework.device_profiles.names import did_you_mean
+from piecework.exports.target import ExportError, require_target
 
-
-class ExportError(ValueError):
-    """A run cannot be written in a format, or what was written does not compute what the model computes."""
+__all__ = ["FORMATS", "ExportError", "Exported", "Format", "export_run"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,6 @@ def export_run(run: Path, name: str, target: Path | None = None) -> Exported:
     chosen = FORMATS[name]
     folder = run if run.is_dir() else run.parent
     to = folder / chosen.default if target is None else target
-    if not to.absolute().parent.is_dir():
-        raise ExportError(f"{to} cannot be written: there is no folder {to.absolute().parent}")
+    if target is not None or folder.is_dir():  # else what writes says that there is no run
+        require_target(to, name, {other: each.default for other, each in FORMATS.items()})
     return chosen.writer()(run, to)

@@ -6,7 +6,6 @@ its masks, its memory format and its resizing are such that every runtime has th
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,8 +98,3 @@ def metadata_of(network: ExportedNetwork, model: TrainedModel, described: dict[s
         "strategy": str(strategy),
         "producer": f"piecework {__version__}",
     }
-
-
-def file_name(path: Path) -> str:
-    """Return a hidden name beside a file, under which it is written until it has been checked."""
-    return f".{path.name}.unchecked"

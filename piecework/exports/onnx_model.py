@@ -1,6 +1,7 @@
 """A trained model as an ONNX file, for any number of examples at once; the metadata are its `metadata_props`."""
 
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def write_onnx(run: Path, target: Path) -> Exported:
     return write_checked(run, target, "onnx", write, read)
 
 
-def write(network: ExportedNetwork, examples: Tensor, metadata: dict[str, str], file: Path) -> None:
+def write(network: ExportedNetwork, examples: Tensor, metadata: dict[str, str], file: BinaryIO) -> None:
     """Write a network with the number of examples left open."""
     with without_known_warnings():
         program = record(network, examples, any_number=True)
@@ -30,7 +31,7 @@ def write(network: ExportedNetwork, examples: Tensor, metadata: dict[str, str], 
     assert made is not None
     made.model.producer_name, made.model.producer_version = "piecework", None
     made.model.metadata_props.update(metadata)
-    made.save(file)
+    file.write(made.model_proto.SerializeToString())
 
 
 def read(file: Path, examples: Tensor) -> tuple[Tensor, dict[str, str]]:

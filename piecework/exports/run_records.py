@@ -2,12 +2,15 @@
 
 import csv
 import json
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from piecework.exports.formats import Exported, ExportError
+from piecework.exports.target import filling
 from piecework.report.read_records import read_rounds, read_summary, with_details
 from piecework.server_app.records import RunDir
 from piecework.server_app.trackers.scalars import parameters, round_scalars
@@ -19,15 +22,16 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute; 
 def write_csv(run: Path, folder: Path) -> Exported:
     """Write rounds.csv, a line a round, and clients.csv, a line a client and round, into a folder.
 
-    A figure has the name that trackers have for it, and no value in a round that lacks it. Raises CheckpointError.
+    A figure has the name that trackers have for it, and no value in a round that lacks it. Raises CheckpointError, and
+    ExportError for a folder that cannot be written.
     """
     rounds = _rounds_of(RunDir(run))
     with with_details(RunDir(run)):
         of_rounds = [{"round": each["round"], "stage": each["stage"], **round_scalars(each)} for each in rounds]
         of_clients = [{"round": each["round"], **client} for each in rounds for client in each["clients"]]
-    folder.mkdir(exist_ok=True)
-    _write_table(folder / "rounds.csv", of_rounds)
-    _write_table(folder / "clients.csv", of_clients)
+    with filling(folder) as unchecked:
+        _write_table(unchecked / "rounds.csv", of_rounds)
+        _write_table(unchecked / "clients.csv", of_clients)
     lines = {"rounds.csv": len(of_rounds), "clients.csv": len(of_clients)}
     return Exported(folder, tuple(f"{name}: {count} lines" for name, count in lines.items()), {"lines": lines})
 
@@ -45,13 +49,29 @@ def write_tensorboard(run: Path, folder: Path) -> Exported:
         )
     run_dir = RunDir(run)
     rounds, summary = _rounds_of(run_dir), read_summary(run_dir)
-    with with_details(run_dir):
-        tracker = TensorBoard(folder)
+    with with_details(run_dir), filling(folder) as unchecked, _quiet_writer():
+        tracker = TensorBoard(unchecked)
         tracker.begin(parameters(run_dir.settings()))
         for record in rounds:
             tracker.round(record["round"], record)
         tracker.end(summary or {})
     return Exported(folder, (f"{len(rounds)} rounds: tensorboard --logdir {folder}",), {"rounds": len(rounds)})
+
+
+@contextmanager
+def _quiet_writer() -> Iterator[None]:
+    """Without a traceback of the thread in which TensorBoard meets a full disk: it raises the same error in this one."""
+    before = threading.excepthook
+
+    def tell(told: threading.ExceptHookArgs) -> None:
+        if not issubclass(told.exc_type, OSError):
+            before(told)
+
+    threading.excepthook = tell
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def _rounds_of(run_dir: RunDir) -> list[dict[str, Any]]:

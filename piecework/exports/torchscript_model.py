@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -23,11 +24,11 @@ def write_torchscript(run: Path, target: Path) -> Exported:
     return write_checked(run, target, "torchscript", write, read)
 
 
-def write(network: ExportedNetwork, examples: Tensor, metadata: dict[str, str], file: Path) -> None:
+def write(network: ExportedNetwork, examples: Tensor, metadata: dict[str, str], file: BinaryIO) -> None:
     """Write a network as it computes these examples; the number of examples is left open."""
     with deprecated():
         traced = torch.jit.trace(network, (examples[:2],))  # type: ignore[no-untyped-call]
-        torch.jit.save(traced, str(file), _extra_files=metadata)
+        torch.jit.save(traced, file, _extra_files=metadata)
 
 
 def read(file: Path, examples: Tensor) -> tuple[Tensor, dict[str, str]]:

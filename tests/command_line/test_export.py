@@ -81,8 +81,8 @@ def test_what_cannot_be_exported_is_said(run: RunDir, tmp_path: Path) -> None:
     assert unknown["exit"] == 2
     assert unknown["reason"].startswith("unknown format 'onyx'; known: onnx, torchscript, executorch")
     assert unknown["reason"].endswith("did you mean 'onnx'?")
-    nowhere = command(str(run.path), "--format", "onnx", "--out", str(tmp_path / "none" / "a.onnx"))
-    assert nowhere["reason"].endswith(f"there is no folder {tmp_path / 'none'}")
+    nowhere = command(str(tmp_path / "none" / "run"), "--format", "onnx")
+    assert nowhere["reason"] == f"{tmp_path / 'none' / 'run'} holds no model.safetensors: has the run completed?"
     empty = command(str(tmp_path), "--format", "torchscript")
     assert empty["reason"] == f"{tmp_path} holds no model.safetensors: has the run completed?"
     other = command(str(run.path), "--format", "torchscript", "--model", "my_net.py:make")

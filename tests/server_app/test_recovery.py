@@ -2,15 +2,15 @@
 
 import json
 import pickle
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from disk_helpers import files_of_at_most
 from flwr.app import Array, ArrayRecord
 from helpers import TRIO, few_digits, model_of, run_local, same, tiny_settings
 from typer.testing import CliRunner
@@ -155,17 +155,6 @@ def test_readers_name_a_damaged_document(run: RunDir, name: str) -> None:
 
 
 # ---- a full disk
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """The kernel refuses to let a file grow beyond this: as on a full disk, with another number for the error."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_run_that_met_a_full_disk_says_where_and_goes_on(
