@@ -92,7 +92,7 @@ class Moments:
         if self.round:
             self.durations.setdefault(self.phase, []).append(now - self.since)
         self.round, self.phase, self.since = server_round, phase, now
-        self._say(Moment(server_round, self.rounds, phase, since=now), now)
+        self._say(Moment(server_round, self.rounds, phase, since=now, written=now), now)
 
     def follow(self, replies: Iterator[Message]) -> Iterator[Message]:
         """Yield the replies to the tasks of the phase, and say how many have come. Closing it closes `replies`."""
