@@ -1,5 +1,6 @@
 """What the trained model of a run gets right: overall, by class, and on the data of each class of devices."""
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
 from html import escape
@@ -17,7 +18,8 @@ from piecework.federated_data.datasets import ArrayDataset, DatasetError, load, 
 from piecework.federated_data.own_data import Expected, adopt
 from piecework.models.model_file import description, find_file
 from piecework.models.trained_model import TrainedModel, load_model
-from piecework.server_app.records import RunDir
+from piecework.report.read_records import read_rounds
+from piecework.server_app.records import CheckpointError, RunDir
 from piecework.training.scoring import predictions
 from piecework.training.settings import Settings
 from piecework.training.setup import all_client_test_rows, prepare_dataset
@@ -25,6 +27,7 @@ from piecework.training.setup import all_client_test_rows, prepare_dataset
 if TYPE_CHECKING:
     import pandas
 
+LOG = logging.getLogger("piecework")
 Record = dict[str, Any]
 ADVICE = "choose data like those of the run"
 WORDS = ("text", "imdb", "imdb-pooled", "hub")  # data sets that number the most frequent words of their own texts
@@ -61,6 +64,7 @@ class Scores:
 def score_run(path: Path, dataset: str = "", batch_size: int = 256) -> Scores:
     """Evaluate the trained model of a run on the test split of the run's own data set, or of another one.
 
+    Damaged records are warned about: they leave out the device classes alone, because the model's own scores need none.
     Raises DatasetError for data that are missing or of another kind than the run's, and ModelFileError and CheckpointError.
     """
     if batch_size < 1:
@@ -166,7 +170,8 @@ def by_class(names: tuple[str, ...], labels: np.ndarray, found: np.ndarray) -> l
 def by_device(run: RunDir, settings: Settings, right: np.ndarray) -> tuple[list[Record], str]:
     """Return the accuracy on the test examples of each device class's clients, or why it is not known.
 
-    A client's test examples are its part of the test split, which has the classes of its training examples.
+    A client's test examples are its part of the test split, which has the classes of its training examples. Records that
+    cannot be read are warned about too.
     """
     try:
         clients = settings.clients or (run.coverage() or {}).get("clients", 0)
@@ -174,8 +179,11 @@ def by_device(run: RunDir, settings: Settings, right: np.ndarray) -> tuple[list[
             return [], "the run has no record of its clients"
         parts = all_client_test_rows(settings, clients)
         fleet = load_fleet(settings.fleet)
-        recorded = {each["client"]: each["device"] for record in run.rounds() for each in record["clients"]}
+        recorded = {each["client"]: each["device"] for record in read_rounds(run) for each in record["clients"]}
         names = [recorded.get(n) or device_of(fleet, n, clients, settings.seed).name for n in range(clients)]
+    except CheckpointError as error:  # the model's own scores need no records
+        LOG.warning("the scores by device class are left out, for which the run's records are needed: %s", error)
+        return [], f"the run's records cannot be read: {error}"
     except ValueError as error:
         return [], f"which client has which data is not known: {error}"
     rows = []

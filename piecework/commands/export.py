@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piecework.commands.base import Json, err, out, show_lines, user_errors
+from piecework.commands.base import Json, err, listen, out, show_lines, user_errors
 from piecework.commands.results import results
 from piecework.exports.formats import FORMATS
 
@@ -55,6 +55,7 @@ def evaluate(
     from piecework.report.progress import show_waiting
     from piecework.report.scores_view import score_tables
 
+    listen()
     with user_errors(as_json, {}):
         import_code(run_dir, code)
         with show_waiting(err, "evaluating"):

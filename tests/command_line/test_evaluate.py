@@ -1,6 +1,7 @@
 """`piecework evaluate`: what a trained model gets right, by hand; and which data it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,27 @@ def test_words_of_other_texts_are_other_words(tmp_path: Path) -> None:
 def test_a_batch_has_an_example(run: RunDir) -> None:
     with pytest.raises(ValueError, match="batch-size = 0: expected a number of examples"):
         piecework.Run(run.path).evaluate(batch_size=0)
+
+
+@pytest.mark.parametrize("line", ["{not json", '{"round":2}'])
+def test_damaged_records_are_warned_about(run: RunDir, tmp_path: Path, line: str) -> None:
+    """The model's own scores need no records, and stay; who has which device is in the records."""
+    copy = tmp_path / "run"
+    shutil.copytree(run.path, copy)
+    with (copy / "rounds.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    whole = CliRunner().invoke(app, ["evaluate", str(run.path), "--json"])
+    done = CliRunner().invoke(app, ["evaluate", str(copy), "--json"])
+    assert (done.exit_code, whole.stderr) == (0, "")
+    expected, found = json.loads(whole.stdout), json.loads(done.stdout)
+    assert [found[key] for key in ("accuracy", "classes")] == [expected[key] for key in ("accuracy", "classes")]
+    assert found["devices"] == []
+    assert f"{copy / 'rounds.jsonl'}, line 2, is damaged" in found["devices_note"]
+    said = done.stderr
+    assert said.startswith("the scores by device class are left out, for which the run's records are needed: ")
+    assert f"{copy / 'rounds.jsonl'}, line 2, is damaged" in said
+    for form in ("csv", "tensorboard"):
+        refused = CliRunner().invoke(app, ["export", str(copy), "--format", form, "--out", str(tmp_path / form)])
+        assert refused.exit_code == 2
+        assert f"{copy / 'rounds.jsonl'}, line 2, is damaged" in refused.stderr
+        assert not (tmp_path / form).exists()
