@@ -297,3 +297,27 @@ def update_from_importance(layer: Masked, change: Tensor, divisor: int) -> None:
     with torch.no_grad():
         sign = layer.weight.flatten(1).sum(1).sign()
         layer.weight.sub_(per_filter(sign * change / divisor, layer.weight))
+
+
+@torch.no_grad()
+def fix_thresholds(module: nn.Module) -> None:
+    """Put zeros in the place of pruned filters, in layers of torch's own classes, which then compute the same in evaluation."""
+    module.eval()
+    for layer in list(module.modules()):
+        if isinstance(layer, SilentNorm1d | SilentNorm2d):
+            kept = layer.of[0].mask().float()
+            scale, shift = kept if layer.weight is None else layer.weight * kept, torch.zeros_like(kept)
+            layer.bias = nn.Parameter(shift if layer.bias is None else layer.bias * kept, requires_grad=False)
+            layer.weight = nn.Parameter(scale, requires_grad=False)
+            layer.affine = True
+            own: type[nn.Module] = nn.BatchNorm1d if isinstance(layer, SilentNorm1d) else nn.BatchNorm2d
+            layer.__class__ = own  # type: ignore[assignment]
+    for layer in list(module.modules()):
+        if isinstance(layer, MaskedConv2d | MaskedLinear):
+            kept = layer.mask().to(layer.weight.dtype)
+            layer.weight.mul_(per_filter(kept, layer.weight))
+            if layer.bias is not None:
+                layer.bias.mul_(kept)
+            del layer.tau
+            own = nn.Conv2d if isinstance(layer, MaskedConv2d) else nn.Linear
+            layer.__class__ = own  # type: ignore[assignment]

@@ -98,7 +98,8 @@ def require_loadable(described: dict[str, Any], file: Path) -> None:
         )
     if "personal" in described:
         raise ModelFileError(
-            f"{file} holds thresholds alone: every client has a model of its own, in its store (state-dir)"
+            f"{file} holds thresholds alone: every client has a model of its own, in its store (state-dir), which `piecework "
+            "export` and `piecework evaluate` take with --client N"
         )
     model = described.get("model")
     name = model.get("name") if isinstance(model, dict) else None

@@ -123,24 +123,26 @@ class Run:
 
         return fill_module(module, self.path)
 
-    def evaluate(self, dataset: str = "", *, batch_size: int = 256) -> "Scores":
+    def evaluate(self, dataset: str = "", *, batch_size: int = 256, client: int | None = None) -> "Scores":
         """Return what the trained model gets right, by class and by device class, as `piecework evaluate` shows it.
 
         That is on the test split of the run's data set, or of another `dataset` with the same kind of examples and classes.
+        `client` is the number of a client whose own model is evaluated, on its own test examples.
         """
         from piecework.api.scores import score_run
 
-        return score_run(self.path, dataset, batch_size)
+        return score_run(self.path, dataset, batch_size, client)
 
-    def export(self, format: str, to: str | Path | None = None) -> "Exported":
+    def export(self, format: str, to: str | Path | None = None, *, client: int | None = None) -> "Exported":
         """Write the run as `onnx`, `torchscript`, `executorch`, or in another format of `piecework export`.
 
-        Returns what was written. `to` is the file or folder, by default in the run's. Raises ExportError if the format cannot
-        have the model, and ImportError without the extra of the format.
+        Returns what was written. `client` is the number of a client whose own model is written.
+        `to` is the file or folder, by default in the run's. Raises ExportError if the format cannot have the model, and
+        ImportError without the extra of the format.
         """
         from piecework.exports.formats import export_run
 
-        return export_run(self.path, format, None if to is None else Path(to))
+        return export_run(self.path, format, None if to is None else Path(to), client)
 
     def write_report(self, *, plotly: bool = True) -> Path:
         """Write one self-contained HTML page about the run, and return its file; without `plotly`, one without figures."""

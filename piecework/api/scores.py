@@ -2,7 +2,8 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 from piecework.api.frames import choose_rows, make_frame
 from piecework.api.plans import show_text
 from piecework.device_profiles.fleet import device_of, load_fleet
+from piecework.exports.client_model import client_model
 from piecework.federated_data.catalogue import COLUMNAR
 from piecework.federated_data.datasets import ArrayDataset, DatasetError, load, set_name
 from piecework.federated_data.own_data import Expected, adopt
@@ -61,10 +63,12 @@ class Scores:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def score_run(path: Path, dataset: str = "", batch_size: int = 256) -> Scores:
+def score_run(path: Path, dataset: str = "", batch_size: int = 256, client: int | None = None) -> Scores:
     """Evaluate the trained model of a run on the test split of the run's own data set, or of another one.
 
-    Damaged records are warned about: they leave out the device classes alone, because the model's own scores need none.
+    With `client` that client's own model is evaluated on the client's own part of the test split, as the run does it, or on all
+    of another data set. Damaged records are warned about:
+    they leave out the device classes alone, because the model's own scores need none.
     Raises DatasetError for data that are missing or of another kind than the run's, and ModelFileError and CheckpointError.
     """
     if batch_size < 1:
@@ -72,14 +76,21 @@ def score_run(path: Path, dataset: str = "", batch_size: int = 256) -> Scores:
     run = RunDir(path)
     settings = Settings.from_run_config(run.settings())
     described = description(find_file(run.path))
-    model = load_model(run.path)
+    with nullcontext(run.path) if client is None else client_model(run.path, client) as file:
+        model = load_model(file)
     own = dataset in ("", settings.dataset)
     data = open_data(settings if own else settings_of(settings, dataset), described, own=own)
+    if client is not None and own:
+        data = of_client(data, run, settings, client)
     found = predict(model, data, batch_size)
     right = found == data.test_labels
-    devices, note = (
-        by_device(run, settings, right) if own else ([], "clients have parts of the run's own data set alone")
-    )
+    devices: list[Record] = []
+    if client is not None:
+        note = f"this is the model of client {client} alone" + " on its own test examples" * own
+    elif own:
+        devices, note = by_device(run, settings, right)
+    else:
+        note = "clients have parts of the run's own data set alone"
     return Scores(
         {
             "run_dir": str(run.path),
@@ -93,6 +104,18 @@ def score_run(path: Path, dataset: str = "", batch_size: int = 256) -> Scores:
             "models": run.models() if own else {},
         }
     )
+
+
+def of_client(data: ArrayDataset, run: RunDir, settings: Settings, client: int) -> ArrayDataset:
+    """Return a data set with a client's part of the test split. Raises DatasetError for a client without one."""
+    clients = settings.clients or (run.coverage() or {}).get("clients", 0)
+    parts = all_client_test_rows(settings, clients) if clients else []
+    if client >= len(parts) or not len(parts[client]):
+        raise DatasetError(
+            f"client {client} of {run.path} has no test examples; it has {len(parts)} clients, from 0 on"
+        )
+    rows = parts[client]
+    return replace(data, test_inputs=data.test_inputs[rows], test_labels=data.test_labels[rows])
 
 
 def settings_of(settings: Settings, dataset: str) -> Settings:

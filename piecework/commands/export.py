@@ -15,12 +15,17 @@ Code = Annotated[
     str, typer.Option("--model", metavar="FILE.py:FUNCTION", help="the run's own model, whose code may be run again")
 ]
 
+Client = Annotated[
+    int | None, typer.Option(min=0, help="the number of a client, for its own model (spafl, local), from its store")
+]
+
 
 @results.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(help="the folder of a run")],
     format_: Annotated[str, typer.Option("--format", help=HELP)],
     to: Annotated[Path | None, typer.Option("--out", help="the file or folder to write; default: in the run's")] = None,
+    client: Client = None,
     code: Code = "",
     as_json: Json = False,
 ) -> None:
@@ -32,7 +37,7 @@ def export(
     with user_errors(as_json, {}):
         import_code(run_dir, code)
         with show_waiting(err, f"exporting to {format_}"):
-            found = export_run(run_dir, format_, to)
+            found = export_run(run_dir, format_, to, client)
         if as_json:
             print(json.dumps({"format": format_, "path": str(found.path), **found.record}))
             return
@@ -46,6 +51,7 @@ def evaluate(
     run_dir: Annotated[Path, typer.Argument(help="the folder of a run")],
     dataset: Annotated[str, typer.Option(help="other data than the run's: a data set, or npz:FILE and so on")] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="examples that are computed at once")] = 256,
+    client: Client = None,
     code: Code = "",
     as_json: Json = False,
 ) -> None:
@@ -59,5 +65,5 @@ def evaluate(
     with user_errors(as_json, {}):
         import_code(run_dir, code)
         with show_waiting(err, "evaluating"):
-            found = score_run(run_dir, dataset, batch_size)
+            found = score_run(run_dir, dataset, batch_size, client)
         print(json.dumps(found.record)) if as_json else show_lines(score_tables(found.record))

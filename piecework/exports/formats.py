@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from piecework.device_profiles.names import did_you_mean
+from piecework.exports.client_model import client_model
 from piecework.exports.target import ExportError, require_target
 
 __all__ = ["FORMATS", "ExportError", "Exported", "Format", "export_run"]
@@ -50,16 +51,24 @@ FORMATS = {
 }
 
 
-def export_run(run: Path, name: str, target: Path | None = None) -> Exported:
+def export_run(run: Path, name: str, target: Path | None = None, client: int | None = None) -> Exported:
     """Write a run in a format; `target` is the file or folder to write. Raises ExportError, ModelFileError and ImportError.
 
-    `run` is the folder of a run; a trained model is also written from a copy of its model.safetensors alone.
+    `run` is the folder of a run; a trained model is also written from a copy of its model.safetensors alone. `client` is the
+    number of a client whose own model is written, of a run whose clients have models of their own.
     """
     if name not in FORMATS:
         raise ExportError(f"unknown format {name!r}; known: {', '.join(FORMATS)}{did_you_mean(name, FORMATS)}")
     chosen = FORMATS[name]
     folder = run if run.is_dir() else run.parent
-    to = folder / chosen.default if target is None else target
+    default = Path(chosen.default)
+    if client is not None and not default.suffix:
+        raise ExportError(f"{name} has the records of all clients: leave --client out")
+    named = chosen.default if client is None else f"client-{client}{default.suffix}"
+    to = folder / named if target is None else target
     if target is not None or folder.is_dir():  # else what writes says that there is no run
         require_target(to, name, {other: each.default for other, each in FORMATS.items()})
-    return chosen.writer()(run, to)
+    if client is None:
+        return chosen.writer()(run, to)
+    with client_model(run, client) as file:
+        return chosen.writer()(file, to)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from piecework import __version__
+from piecework.models.masked import fix_thresholds
 from piecework.models.resizing import resize_matrix
 from piecework.models.supermask import fix_masks
 from piecework.models.trained_model import TrainedModel
@@ -35,6 +36,7 @@ class ExportedNetwork(nn.Module):
             parameter.requires_grad_(False)
             parameter.data = parameter.data.contiguous()  # ExecuTorch takes no channels-last weights
         fix_masks(self.network)
+        fix_thresholds(self.network)
         scale_norms(self.network)
         self.tokens = bool(model.vocabulary)
         self.shape = model.resized_from or model.input_shape
