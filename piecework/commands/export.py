@@ -16,7 +16,7 @@ Code = Annotated[
 ]
 
 Client = Annotated[
-    int | None, typer.Option(min=0, help="the number of a client, for its own model (spafl, local), from its store")
+    int | None, typer.Option(min=0, help="the number of a client, where each has a model of its own: from its store")
 ]
 
 
