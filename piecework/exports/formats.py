@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from piecework.device_profiles.names import did_you_mean
-from piecework.exports.client_model import client_model
 from piecework.exports.target import ExportError, require_target
 
 __all__ = ["FORMATS", "ExportError", "Exported", "Format", "export_run"]
@@ -70,5 +69,7 @@ def export_run(run: Path, name: str, target: Path | None = None, client: int | N
         require_target(to, name, {other: each.default for other, each in FORMATS.items()})
     if client is None:
         return chosen.writer()(run, to)
+    from piecework.exports.client_model import client_model  # here, since the list of formats needs no torch
+
     with client_model(run, client) as file:
         return chosen.writer()(file, to)
