@@ -26,6 +26,7 @@ TRACKERS = {
     "wandb": ("piecework.server_app.trackers.wandb:WandB", "wandb"),
     "trackio": ("piecework.server_app.trackers.trackio:Trackio", "trackio"),
 }
+LONGEST = 300  # characters of an error in a warning
 
 
 class Callback:
@@ -116,7 +117,7 @@ class Callbacks:
                 del self.running[name]
                 LOG.warning(
                     "the callback %r failed in %r and is told no more of this run, which goes on: %s: %s",
-                    *(name, call, type(error).__name__, error),
+                    *(name, call, type(error).__name__, _in_a_line(error)),
                     exc_info=LOG.isEnabledFor(logging.DEBUG),
                 )
 
@@ -152,6 +153,12 @@ def _make(name: str, kind: Callable[[], Callback]) -> Callback:
             "piecework.server_app.callbacks.Callback"
         )
     return callback
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Return what an error says, shortened: a database tells the values that it could not write."""
+    said = " ".join(str(error).split())
+    return said if len(said) <= LONGEST else f"{said[: LONGEST - 1]}…"
 
 
 def _optional(callback: Any, call: str) -> Callable[..., Any]:

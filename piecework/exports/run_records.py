@@ -2,9 +2,7 @@
 
 import csv
 import json
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,29 +47,13 @@ def write_tensorboard(run: Path, folder: Path) -> Exported:
         )
     run_dir = RunDir(run)
     rounds, summary = _rounds_of(run_dir), read_summary(run_dir)
-    with with_details(run_dir), filling(folder) as unchecked, _quiet_writer():
+    with with_details(run_dir), filling(folder) as unchecked:
         tracker = TensorBoard(unchecked)
         tracker.begin(parameters(run_dir.settings()))
         for record in rounds:
             tracker.round(record["round"], record)
         tracker.end(summary or {})
     return Exported(folder, (f"{len(rounds)} rounds: tensorboard --logdir {folder}",), {"rounds": len(rounds)})
-
-
-@contextmanager
-def _quiet_writer() -> Iterator[None]:
-    """Without a traceback of the thread in which TensorBoard meets a full disk: it raises the same error in this one."""
-    before = threading.excepthook
-
-    def tell(told: threading.ExceptHookArgs) -> None:
-        if not issubclass(told.exc_type, OSError):
-            before(told)
-
-    threading.excepthook = tell
-    try:
-        yield
-    finally:
-        threading.excepthook = before
 
 
 def _rounds_of(run_dir: RunDir) -> list[dict[str, Any]]:

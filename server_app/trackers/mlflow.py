@@ -26,6 +26,7 @@ class MLflow(Tracker):
         super().__init__()
         for name in ("mlflow", "alembic"):  # which tell of each table of a new store
             logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # has a traceback of what is raised too
         self.mlflow: Any = mlflow
         self.Metric, self.Param = Metric, Param
 

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_helpers import files_of_at_most
 from helpers import TRIO, run_local, tiny_settings
 from settings_helpers import settings_with
 from tracker_readers import mlflow_curves, trackio_curves, wandb_curves
@@ -109,6 +111,46 @@ def test_a_tracker_that_fails_is_warned_about_once_and_the_run_goes_on(
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "piecework"]
     assert warning.startswith("the callback 'run.track=mlflow' failed in 'start' and is told no more of this run")
     assert [record["round"] for record in run.rounds()] == [1, 2]
+
+
+class FullFromRound2(Callback):
+    """A disk that refuses what trackers write from round 2 on, and takes what the run itself writes."""
+
+    def start(self, settings: Any, folder: Path, resumed: bool) -> None:
+        self.refused = ExitStack()
+
+    def round(self, number: int, record: dict[str, Any]) -> None:
+        if number > 1:
+            self.refused.enter_context(files_of_at_most(4096))  # more than run.log has
+
+    def state(self) -> dict[str, Any]:
+        self.refused.close()
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("tensorboard", "OSError: [Errno 27] File too large"), ("mlflow", "(sqlite3.OperationalError) ")]
+)
+def test_a_full_disk_ends_a_tracker_without_a_traceback_and_its_curve_is_whole_when_the_run_is_resumed(
+    name: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.WARNING, "piecework"):
+        run = run_local(tmp_path, **FAST, num_rounds=3, run__track=name, callbacks=own(FullFromRound2))
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "piecework"]
+    assert warning.startswith(f"the callback 'run.track={name}' failed in 'round' and is told no more of this run")
+    assert said in warning
+    assert len(warning.splitlines()) == 1
+    assert "Traceback" not in "".join(capfd.readouterr())
+    assert (run.summary() or {})["status"] == "completed"
+    more = {"num_rounds": 4, "training__lr_rounds": 3, "run__track": name, "resume_from": str(run.path)}
+    run_local(tmp_path, **FAST | more)
+    if name == "tensorboard":
+        found, hidden = tensorboard_curves(run.path / name)
+        assert hidden == 0
+    else:
+        (tracked,) = mlflow_curves(tmp_path / "mlflow.db")
+        found = tracked.curves
+    require_one_curve(found, run, rel=1e-6)
 
 
 def test_a_library_that_is_missing_is_told_before_the_run_begins(
