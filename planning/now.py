@@ -1,6 +1,7 @@
 """What this process is doing now, for a display that wants to show it. Where nothing listens, nothing is said."""
 
 import logging
+from collections.abc import Callable
 
 NOW = logging.getLogger("piecework.now")
 NOW.propagate = False  # it would repeat itself in the log of the run
@@ -12,6 +13,9 @@ def tracing(model: str) -> None:
     NOW.info("tracing the parts of %s", model)
 
 
-def doing(text: str, *values: object, details: str = "") -> None:
-    """Say what a run is doing, with details for a display that has room. Unlike tracing, this changes within a round."""
+def doing(text: str, *values: object, details: Callable[[], str] = str) -> None:
+    """Say what a run is doing. Unlike tracing, this changes within a round.
+
+    `details` returns more, for a display that has room: what is left of the time, which changes while nothing is said.
+    """
     NOW.debug(text, *values, extra={"details": details})

@@ -33,8 +33,9 @@ class Moment:
     """What a run does now.
 
     `since` is when the phase began, and `written` when this was written, in seconds of Unix time. `slowest` is the device that
-    is predicted to take the longest of those that have not answered. `seconds_left` are those of the phase, None if unknown.
-    Before the first round and after the last `round` is 0.
+    is predicted to take the longest of those that have not answered. `seconds_left` are those of the phase when this was
+    written: negative if it takes longer than was expected, None if unknown. Before the first round and after the last `round`
+    is 0.
     """
 
     round: int
@@ -54,10 +55,17 @@ class Moment:
         failed = f" ({self.failed} failed)" if self.failed else ""
         return f"round {self.round}: {self.phase}{count}{failed}" if self.round else f"{self.phase}{count}{failed}"
 
-    def details(self) -> str:
-        """Return what is left of the phase, and which device takes the longest; empty if nothing is known."""
-        left = [] if self.seconds_left is None else [f"{self.phase} ends in {math.ceil(self.seconds_left)} s"]
-        return "  ".join(left + ([f"slowest: {self.slowest}"] if self.slowest else []))
+    def details(self, now: float | None = None) -> str:
+        """Return what is left of the phase, and which device takes the longest; empty if nothing is known.
+
+        `now` is the present, in Unix time: nothing may have been written for long.
+        """
+        said = []
+        if self.seconds_left is not None:
+            left = self.seconds_left - ((time.time() if now is None else now) - self.written)
+            due = "should end now" if left > -1 else f"is late by {math.floor(-left)} s"
+            said.append(f"{self.phase} {f'ends in {math.ceil(left)} s' if left > 0 else due}")
+        return "  ".join(said + ([f"slowest: {self.slowest}"] if self.slowest else []))
 
 
 def read_moment(folder: Path) -> Moment | None:
@@ -71,7 +79,7 @@ def read_moment(folder: Path) -> Moment | None:
 
 def tell(moment: Moment) -> None:
     """Tell whoever shows the run in this process what it does."""
-    doing("%s", moment.text(), details=moment.details())
+    doing("%s", moment.text(), details=moment.details)
 
 
 class Moments:
@@ -154,13 +162,14 @@ class Moments:
 def seconds_left(before: Sequence[float], elapsed: float, done: int, awaited: int, *, parallel: bool) -> float | None:
     """Return the seconds that a phase will go on, `elapsed` seconds after it began; None if that is unknown.
 
-    `before` are its durations in earlier rounds. Without any the clients that are `done` tell how long those that are still
-    `awaited` take, unless they all work at once (`parallel`).
+    They are negative if it has already taken longer than was expected. `before` are its durations in earlier rounds. Without
+    any the clients that are `done` tell how long those that are still `awaited` take, unless they all work at once
+    (`parallel`).
     """
     if not awaited:
         return None
     if before:
-        return max(0.0, median(before[-RECENT:]) - elapsed)
+        return median(before[-RECENT:]) - elapsed
     return None if parallel or not done else elapsed / done * awaited
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 from piecework.commands.console import PlainConsole
 from piecework.planning.now import NOW
 from piecework.report.display import Record
-from piecework.report.progress import RECENT, NoProgress, Now, RoundProgress, ShowsRounds, times_now
+from piecework.report.progress import RECENT, Details, NoProgress, Now, RoundProgress, ShowsRounds, times_now
 from piecework.server_app.round_line import round_line
 
 
@@ -44,11 +44,11 @@ class NotebookProgress:
         status = "  ".join(filter(None, [self.text, self.left, self.details]))
         return f"{bar} {escape(status)}<pre>{escape(chr(10).join(self.lines))}</pre>"
 
-    def tell(self, text: str, details: str = "") -> None:
+    def tell(self, text: str, details: Details = str) -> None:
         """Show what the run is doing, and its details."""
         from IPython.display import HTML
 
-        self.text, self.details = text, details
+        self.text, self.details = text, details()
         self.shown.update(HTML(self.page()))  # type: ignore[no-untyped-call]
 
     def update(self, record: Record) -> None:

@@ -7,7 +7,8 @@ from statistics import median
 from types import TracebackType
 from typing import Protocol, Self
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from piecework.commands.console import PlainConsole
@@ -18,6 +19,7 @@ from piecework.server_app.round_line import round_line
 
 BAR = 16  # columns
 BEFORE_TEXT = 1 + 1 + BAR + 1 + len("0:00:00") + 1  # columns: spinner, bar and time, each with a blank
+Details = Callable[[], str]  # what they are at the time of the call
 RECENT = 5  # rounds whose median is the expected duration of the next; the first round also traces and starts up
 
 
@@ -65,6 +67,8 @@ class RoundProgress:
         self.progress: Progress | None = None
         self.task = TaskID(0)
         self.done, self.left = 0, ""
+        self.text = "starting: clients connect, parts are traced"
+        self.details: Details = str
         self.now = Now(self.console, self.show)
 
     def __enter__(self) -> Self:
@@ -73,20 +77,23 @@ class RoundProgress:
                 SpinnerColumn(finished_text=" "),
                 BarColumn(BAR),
                 TimeElapsedColumn(),
-                TextColumn("{task.description}", markup=False),
+                LineColumn(self.line),
                 console=self.console,
             )
-            self.task = self.progress.add_task("starting: clients connect, parts are traced", total=self.total_rounds)
+            self.task = self.progress.add_task("", total=self.total_rounds)
             self.progress.start()
         NOW.addHandler(self.now)
         return self
 
-    def show(self, text: str, details: str = "") -> None:
+    def show(self, text: str, details: Details = str) -> None:
         """Show on the bar's line what the run is doing, and its details where there is room."""
-        if self.progress is not None:
-            line, room = "  ".join(filter(None, [text, self.left, details])), self.console.width - BEFORE_TEXT
-            # rich would take the bar's place for a longer text
-            self.progress.update(self.task, description=line if len(line) <= room else f"{line[: room - 1]}…")
+        self.text, self.details = text, details
+
+    def line(self) -> str:
+        """Return the text on the bar's line, as it is now."""
+        line, room = "  ".join(filter(None, [self.text, self.left, self.details()])), self.console.width - BEFORE_TEXT
+        # rich would take the bar's place for a longer text
+        return line if len(line) <= room else f"{line[: room - 1]}…"
 
     def update(self, record: Record) -> None:
         """Show a finished round."""
@@ -105,8 +112,21 @@ class RoundProgress:
     ) -> None:
         NOW.removeHandler(self.now)
         if self.progress is not None:
-            self.progress.update(self.task, description=f"{self.done} of {self.total_rounds} rounds")
+            self.left = ""
+            self.show(f"{self.done} of {self.total_rounds} rounds")
             self.progress.stop()
+
+
+class LineColumn(ProgressColumn):
+    """A text that is asked for whenever the bar is drawn, some ten times a second."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        super().__init__(Column(no_wrap=True))
+        self.text = text
+
+    def render(self, task: Task) -> Text:
+        """Return the text."""
+        return Text(self.text())
 
 
 class Now(logging.Handler):
@@ -116,7 +136,7 @@ class Now(logging.Handler):
     tracing is said, once.
     """
 
-    def __init__(self, console: PlainConsole, show: Callable[[str, str], None], *, live: bool = False) -> None:
+    def __init__(self, console: PlainConsole, show: Callable[[str, Details], None], *, live: bool = False) -> None:
         self.live = live or (console.is_terminal and not console.is_dumb_terminal)
         super().__init__(logging.DEBUG if self.live else logging.INFO)
         self.console, self.show_text = console, show
@@ -132,7 +152,7 @@ class Now(logging.Handler):
             return
         self.times = self.times + 1 if text == self.last else 1
         self.last = text
-        self.show_text(f"{text} ({self.times})" if self.times > 1 else text, getattr(record, "details", ""))
+        self.show_text(f"{text} ({self.times})" if self.times > 1 else text, getattr(record, "details", str))
 
 
 @contextmanager

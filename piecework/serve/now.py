@@ -1,6 +1,5 @@
 """What a run says that it does at this moment (server_app/moment.py), in a file that may be absent, old, or half there."""
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from piecework.server_app.moment import FILE
 Record = dict[str, Any]
 MOST = 65_536  # bytes
 COUNTS = ("round", "rounds", "asked", "done", "failed")
-TIMES = ("since", "seconds_left")
+TIMES = ("since", "written", "seconds_left")
 TEXTS = ("phase", "slowest")
 LONGEST = 120  # characters of a text
+FARTHEST = 1e12  # seconds
 SLACK = 2.0  # seconds that a file's time may be off
 
 
@@ -29,19 +29,21 @@ def read_now(folder: Path) -> Record:
     if not isinstance(found, dict):
         return {}
     counts = {key: found[key] for key in COUNTS if type(found.get(key)) is int and 0 <= found[key] < 2**53}
-    times = {key: float(found[key]) for key in TIMES if type(found.get(key)) in (int, float) and _is_time(found[key])}
+    times = {
+        key: float(found[key]) for key in TIMES if type(found.get(key)) in (int, float) and _is_time(key, found[key])
+    }
     texts = {key: found[key][:LONGEST] for key in TEXTS if isinstance(found.get(key), str) and found[key]}
     return counts | times | texts
 
 
-def _is_time(seconds: float) -> bool:
-    return 0 <= seconds <= 1e12 and math.isfinite(seconds)
+def _is_time(key: str, seconds: float) -> bool:
+    return (-FARTHEST if key == "seconds_left" else 0) <= seconds <= FARTHEST  # nan is not
 
 
 def show_now(now: Record, rounds_done: int, begun: float, time: float) -> Record | None:
     """Return what a running run does in words, with the counts for a bar; None if nothing is known that is not over.
 
-    `begun` is when the run was started or resumed, and `time` the present, both in Unix time like `since`.
+    `begun` is when the run was started or resumed, and `time` the present, both in Unix time like `since` and `written`.
     """
     number = now.get("round", 0)
     if not (now.get("phase") or number) or 0 < number <= rounds_done or now.get("since", begun) < begun - SLACK:
@@ -61,5 +63,8 @@ def show_now(now: Record, rounds_done: int, begun: float, time: float) -> Record
     if "since" in now and now["since"] <= time:
         parts.append(f"for {format_seconds(time - now['since'])}")
     if "seconds_left" in now:
-        parts.append(f"probably {format_seconds(now['seconds_left'])} to go")
+        left = now["seconds_left"] - max(0.0, time - now.get("written", time))
+        parts.append(
+            f"probably {format_seconds(left)} to go" if left > 0 else f"{format_seconds(-left)} longer than expected"
+        )
     return {"says": parts[0], "details": ", ".join(parts[1:]), "asked": now.get("asked", 0), "done": now.get("done", 0)}

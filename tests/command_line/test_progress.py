@@ -69,13 +69,18 @@ def test_a_round_is_a_line_and_the_bar_is_the_last() -> None:
 
 
 def test_a_wide_terminal_shows_the_details_of_a_round() -> None:
+    """As they are when the bar is drawn, not when they were told."""
     console = terminal(120)
+    left = "training ends in 4 s"
     with RoundProgress(3, console) as progress:
-        doing("round 1: training 2/10", details="training ends in 4 s  slowest: slow (client 1)")
+        doing("round 1: training 2/10", details=lambda: f"{left}  slowest: slow (client 1)")
         bar = screen(console, progress)[-1]
         assert bar.endswith(" round 1: training 2/10  training ends in 4 s  slowest: slow (client 1)")
+        left = "training is late by 20 s"
+        bar = screen(console, progress)[-1]
+        assert bar.endswith(" round 1: training 2/10  training is late by 20 s  slowest: slow (client 1)")
         progress.update(round_record(1, 0.25, [client(0)]))
-        doing("round 2: training 3/10", details="slowest: slow (client 1)")
+        doing("round 2: training 3/10", details=lambda: "slowest: slow (client 1)")
         bar = screen(console, progress)[-1]
     assert bar.endswith(" round 2: training 3/10  2.0 s/round  4.0 s left  slowest: slow (client 1)")
 

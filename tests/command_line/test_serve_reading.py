@@ -282,6 +282,19 @@ SAID = "7 of 10 clients are done, 1 failed, the slowest to come is board-64 (cli
         ({"seconds_left": None, "asked": 0, "failed": -1, "slowest": ""}, 2, "Round 3 of 20: training", "for 35 s"),
         ({"round": 0, "phase": "AutoAttack"}, 20, "AutoAttack", SAID),
         ({"phase": ""}, 2, "Round 3 of 20", SAID),
+        ({"written": 130.0}, 2, "Round 3 of 20: training", SAID.replace("12 s", "7.0 s")),
+        (
+            {"written": 110.0},
+            2,
+            "Round 3 of 20: training",
+            SAID.replace("probably 12 s to go", "13 s longer than expected"),
+        ),
+        (
+            {"seconds_left": -20},
+            2,
+            "Round 3 of 20: training",
+            SAID.replace("probably 12 s to go", "20 s longer than expected"),
+        ),
         (
             {"since": float("inf"), "done": "7", "seconds_left": True, "slowest": []},
             *(2, "Round 3 of 20: training", "10 clients are asked, 1 failed"),

@@ -48,7 +48,7 @@ class Heard(logging.Handler):
         self.files = list[Moment | None]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append((record.getMessage(), getattr(record, "details", "")))
+        self.said.append((record.getMessage(), record.details(0.0) if hasattr(record, "details") else ""))
         self.files.append(read_moment(self.folder))
 
 
@@ -90,7 +90,7 @@ def test_others_read_the_same_in_the_folder_of_the_run(tmp_path: Path, grids: An
     # The file is written after its text is said.
     for (text, details), file in zip(heard.said, heard.files[1:], strict=False):
         assert file is not None
-        assert (file.text(), file.details(), file.rounds) == (text, details, 2)
+        assert (file.text(), file.details(0.0), file.rounds) == (text, details, 2)
         assert file.written >= file.since > 0  # also where a phase begins
     second = [f for f in heard.files if f and (f.round, f.phase, f.done) == (2, "training", 1)]
     assert second[0].failed == 0
@@ -114,7 +114,7 @@ def test_a_run_that_ends_in_an_error_says_nothing_more(tmp_path: Path, grids: An
         ([], 6.0, 2, 3, True, None),
         ([4.0, 20.0, 10.0], 6.0, 2, 3, True, 4.0),
         ([100.0, 9.0, 9.0, 8.0, 7.0, 7.0], 6.0, 2, 3, False, 2.0),  # the median of the last five
-        ([4.0], 6.0, 2, 3, False, 0.0),
+        ([4.0], 6.0, 2, 3, False, -2.0),  # late
         ([4.0], 6.0, 3, 0, False, None),
     ],
 )
@@ -122,6 +122,23 @@ def test_what_is_left_of_a_phase(
     before: list[float], elapsed: float, done: int, awaited: int, parallel: bool, left: float | None
 ) -> None:
     assert seconds_left(before, elapsed, done, awaited, parallel=parallel) == left
+
+
+@pytest.mark.parametrize(
+    ("left", "now", "said"),
+    [
+        (3.2, 100.0, "training ends in 4 s"),
+        (3.2, 103.0, "training ends in 1 s"),  # and nothing was written since
+        (3.0, 103.0, "training should end now"),
+        (-0.9, 100.0, "training should end now"),
+        (3.0, 123.5, "training is late by 20 s"),
+        (-1.0, 100.0, "training is late by 1 s"),
+        (None, 100.0, ""),
+    ],
+)
+def test_a_phase_that_takes_longer_than_expected_is_late(left: float | None, now: float, said: str) -> None:
+    found = Moment(2, 20, "training", 3, 1, slowest="", since=90.0, written=100.0, seconds_left=left)
+    assert found.details(now) == said
 
 
 @pytest.mark.parametrize(
