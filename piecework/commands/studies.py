@@ -38,17 +38,21 @@ Sweep = Annotated[
 
 @studies.command()
 def study(
-    name: Annotated[str, typer.Argument(help="the folder of a study, or its name if it is in runs/")],
+    name: Annotated[
+        str, typer.Argument(help="the folder of a study, or its name if it is in runs/ or the app's output-dir")
+    ],
     as_json: Json = False,
 ) -> None:
     """Show what is done and what is missing of a study, how long that takes, and what came out so far; it starts nothing."""
     from piecework.api.studies import Study
-    from piecework.studies.ask import folder_of
+    from piecework.studies.ask import folder_of, output_dir_of, settings_below
     from piecework.studies.study import FILE
 
     with user_errors(as_json, {}):
         folder = Path(name)
-        found = Study(folder if (folder / FILE).is_file() else folder_of(name, Path("runs")))
+        if not (folder / FILE).is_file():
+            folder = folder_of(name, output_dir_of(settings_below("", {})))
+        found = Study(folder)
         print(json.dumps(found.record)) if as_json else show_lines(found.tables())
 
 

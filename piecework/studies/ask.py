@@ -24,7 +24,7 @@ def find_study(name: str, asked_for: Scalars, preset: str, sweep: Sweep, seeds: 
     """Return the folder of a study, and the study as it is asked for. Raises SettingsError.
 
     `name` is a folder below the output-dir, or a path; a name is chosen where it is empty. `asked_for` are the settings of all
-    runs on top of those of the preset.
+    runs on top of those of the preset, or of the app in this folder.
     """
     for key in OWN:
         if key != "output-dir" and (key in asked_for or key in sweep):
@@ -35,13 +35,14 @@ def find_study(name: str, asked_for: Scalars, preset: str, sweep: Sweep, seeds: 
     chosen = name or f"study-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     if "output-dir" in asked_for:
         require_place(chosen, Path(str(asked_for["output-dir"])))
-    folder = folder_of(chosen, Path(str(asked_for.get("output-dir", Settings().output_dir))))
+    below = settings_below(preset, {**asked, **{key: values[0] for key, values in sweep.items()}})
+    folder = folder_of(chosen, output_dir_of({**below, **asked_for}))
     known = Study.read(folder) if (folder / FILE).is_file() else None
     if known is not None and not (asked or preset or sweep or seeds):
         return folder, known
     if known is None:
         require_new(folder, bool(seeds or sweep))
-    new = requested(asked, preset, sweep, seeds)
+    new = requested(asked, preset, below, sweep, seeds)
     return folder, new if known is None else extended(known, new.sweep, new.settings, seeds)
 
 
@@ -56,15 +57,23 @@ def require_new(folder: Path, compares: bool) -> None:
         raise SettingsError(f"{folder} holds {others[0]!r}, but no {FILE}: choose another name for the study")
 
 
-def requested(asked: Scalars, preset: str, sweep: Sweep, seeds: Sequence[int]) -> Study:
+def settings_below(preset: str, asked: Scalars) -> Scalars:
+    """Return the settings of the preset, or else of the app in this folder, below those that are `asked` for."""
+    file = preset or find_app(asked)
+    return read_preset(file) if file else {}
+
+
+def output_dir_of(values: Scalars) -> Path:
+    """Return the output-dir of settings. Raises SettingsError."""
+    return Path(Settings.from_run_config({key: values[key] for key in values if key == "output-dir"}).output_dir)
+
+
+def requested(asked: Scalars, preset: str, below: Scalars, sweep: Sweep, seeds: Sequence[int]) -> Study:
     """Return the study that was asked for by itself. Raises SettingsError for a setting that has no effect in any run of it.
 
-    Those of the preset, or of the app in this folder, are left out instead, as with a preset whose strategy is replaced.
+    Those `below`, of the preset or the app in this folder, are left out instead, as with a preset whose strategy is replaced.
     """
-    file = preset or find_app({**asked, **{key: values[0] for key, values in sweep.items()}})
-    below = {
-        key: value for key, value in (read_preset(file) if file else {}).items() if key not in OWN or key == "seed"
-    }
+    below = {key: value for key, value in below.items() if key not in OWN or key == "seed"}
     first = int(below.pop("seed", Settings().seed))
     values = {key: value for key, value in {**below, **asked}.items() if key not in sweep}
     require_files(values, sweep)

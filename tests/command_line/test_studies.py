@@ -146,6 +146,34 @@ def test_a_name_is_chosen_and_said(here: Here) -> None:
     assert done.stdout.splitlines()[-1] == f"study folder: {folder}"
 
 
+APP = """
+[project]
+name = "mine"
+[tool.flwr.app.components]
+serverapp = "piecework.flower_server:app"
+[tool.flwr.app.config]
+num-rounds = 3
+output-dir = "of-app"
+"""
+
+
+def test_a_study_is_where_preset_app_and_settings_say(here: Here) -> None:
+    """What is given wins over the preset, and that over the app in this folder, as for single runs."""
+    (here.folder / "mine.toml").write_text('output-dir = "of-preset"\nnum-rounds = 3\n', "utf-8")
+    (here.folder / "pyproject.toml").write_text(APP, "utf-8")
+    of_preset, of_set = ("--preset", "mine.toml"), ("--set", "output-dir=of-set")
+    for place, words in {"of-app": (), "of-preset": of_preset, "of-set": (*of_preset, *of_set)}.items():
+        done = here.run("--study", "s", "--seeds", "1", "--strategies", "fedavg", *words)
+        assert done.stdout.splitlines()[-1] == f"study folder: {here.folder / place / 's'}", done.output
+        assert len([*(here.folder / place / "s").glob("fedavg-seed1-*/summary.json")]) == 1
+    assert len(here.started) == 1
+    assert CliRunner().invoke(app, ["study", "s"]).stdout.splitlines()[0].startswith("s: 1 of 1 runs done")
+    (here.folder / "mine.toml").write_text("output-dir = 3\n", "utf-8")
+    wrong = here.run("--study", "s", "--seeds", "1,2", *of_preset)
+    assert (wrong.exit_code, "output-dir" in wrong.stderr) == (2, True)
+    assert sorted(path.name for path in here.folder.iterdir() if path.is_dir()) == ["of-app", "of-preset", "of-set"]
+
+
 def test_an_interrupted_run_goes_on(here: Here) -> None:
     here.run("--study", "s", *TWO)
     (run,) = here.folder.glob("runs/s/heterofl-seed1-*/")
