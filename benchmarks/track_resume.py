@@ -1,22 +1,28 @@
 """Kill a run that trackers follow, resume it, and look whether each tracker has one continuous curve of it.
 
     python -m benchmarks.track_resume [--minutes 60] [--kills 2] [--track tensorboard,mlflow] [--folder runs] [--json]
+        [--engine local] [--nodes 20] [--server-app]
 
-The demo, with `kill -9` after each of so many equal parts of the time. The last process is given as many rounds as fit into
-the last part, as the first ones took. What the trackers have is then read with their own libraries, and compared with
-rounds.jsonl: of each curve every round once, and the accuracies. The exit code is 1 if any is wrong.
+The demo, with `kill -9` after each of so many equal parts of the time: of the process that was started, or with
+`--server-app`, on the engines ray and deployment, of the ServerApp alone, which the others outlive. The last process is given
+as many rounds as fit into the last part, as the first ones took. What the trackers have is then read with their own libraries,
+and compared with rounds.jsonl: of each curve every round once, and the accuracies. The exit code is 1 if any is wrong.
 """
 
 import argparse
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from piecework.device_profiles.documents import read_json
 from piecework.server_app.records import RunDir
+from piecework.server_app.run_lock import LOCK_FILE
 
 Curves = dict[str, list[tuple[int, float]]]  # the points of a curve by its name: steps and values, as they were written
 ENDLESS = 10**6  # rounds
@@ -47,13 +53,24 @@ def mlflow_runs(store: Path) -> list[tuple[Any, Curves]]:
     return found
 
 
-def process(folder: Path, track: str, **changed: int | str) -> subprocess.Popen[bytes]:
+def process(options: argparse.Namespace, **changed: int | str) -> subprocess.Popen[bytes]:
     """Start the run, or resume it with `resume_from`."""
-    values = {"output-dir": folder, "run-name": "tracked", "run.track": track, "training.lr-schedule": "constant"}
+    values = {"output-dir": options.folder, "run-name": "tracked", "run.track": options.track}
+    values |= {"training.lr-schedule": "constant"}
     values |= {key.replace("_", "-"): value for key, value in changed.items()}
     sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "piecework.cli", "run", "--nodes", "20", *sets]
+    where = ["--engine", options.engine, "--nodes", str(options.nodes)]
+    command = [sys.executable, "-m", "piecework.cli", "run", *where, *sets]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def kill_server_app(folder: Path, launcher: subprocess.Popen[bytes]) -> None:
+    """Kill the process that writes a run's folder. Raises SystemExit if that is the launcher: the engine has no other."""
+    writer = int(read_json((folder / LOCK_FILE).read_text(encoding="utf-8"))["pid"])
+    if writer == launcher.pid:
+        launcher.kill()
+        raise SystemExit("--server-app: on this engine the ServerApp runs in the process that was started")
+    os.kill(writer, signal.SIGKILL)
 
 
 def run_in_parts(options: argparse.Namespace) -> tuple[RunDir, list[int]]:
@@ -61,18 +78,21 @@ def run_in_parts(options: argparse.Namespace) -> tuple[RunDir, list[int]]:
     part = options.minutes * 60 / (options.kills + 1)
     run, at_kills, resume = RunDir(options.folder / "tracked"), list[int](), dict[str, str]()
     for _ in range(options.kills):
-        child, until = process(options.folder, options.track, num_rounds=ENDLESS, **resume), time.monotonic() + part
+        child, until = process(options, num_rounds=ENDLESS, **resume), time.monotonic() + part
         before = run.last_complete_round()
         while time.monotonic() < until or run.last_complete_round() == before:  # a round of each process at least
             if child.poll() is not None:
                 raise SystemExit(f"the run ended by itself, with exit code {child.returncode}")
             time.sleep(0.05)
-        child.kill()
+        if options.server_app:
+            kill_server_app(run.path, child)
+        else:
+            child.kill()
         child.wait()
         at_kills.append(run.last_complete_round())
         resume = {"resume_from": str(run.path)}
     rounds = math.ceil(at_kills[-1] * (options.kills + 1) / options.kills)
-    if code := process(options.folder, options.track, num_rounds=rounds, **resume).wait():
+    if code := process(options, num_rounds=rounds, **resume).wait():
         raise SystemExit(f"the last process ended with exit code {code}")
     return run, at_kills
 
@@ -117,6 +137,9 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs"), help="of a run `tracked`, which must not be there yet"
     )
+    parser.add_argument("--engine", default="local", help="local, ray or deployment")
+    parser.add_argument("--nodes", type=int, default=20)
+    parser.add_argument("--server-app", action="store_true", help="kill the ServerApp alone, on ray or deployment")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     started = time.monotonic()
