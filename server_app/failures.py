@@ -42,11 +42,11 @@ def in_words(clients: Sequence[Record]) -> str:
         return str(clients[0]["reason"])[:LONGEST]
     missing = {(c["needed"], c.get("allowed") or c["budget"]) for c in counted}
     needed, allowed = min(missing, key=lambda pair: pair[0] - pair[1])
-    return f"needed {needed:,}, allowed {allowed:,}" + (" in the closest case" if len(missing) > 1 else "")
+    return f"needed {needed:,} bytes, allowed {allowed:,}" + (" in the closest case" if len(missing) > 1 else "")
 
 
 def failure_text(row: Record) -> str:
-    """Return a row of `failures` in one line: `pi-zero 14 of 14 (memory: needed 9,014,480, allowed 9,000,000)`."""
+    """Return a row of `failures` in one line: `pi-zero 14 of 14 (memory: needed 9,014,480 bytes, allowed 9,000,000)`."""
     several = len(row["reasons"]) > 1
     why = [r["status"] + (f" {r['count']}" if several else "") + f": {r['reason']}" for r in row["reasons"]]
     return f"{row['device']} {row['failed']} of {row['asked']} ({'; '.join(why)})"
@@ -66,7 +66,13 @@ def excluded_classes(rounds: Sequence[Record]) -> dict[str, str]:
         trained |= {late["device"] for late in record.get("late_used", [])}  # records of older versions have none
     return {
         device: f"no client of {device} ever trained: "
-        + (f"all {count} requests failed" if count else "none was asked to")
+        + (
+            "none was asked to"
+            if not count
+            else "its only request failed"
+            if count == 1
+            else f"all {count} requests failed"
+        )
         for device, count in sorted(asked.items())
         if device not in trained
     }

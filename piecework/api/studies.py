@@ -111,7 +111,9 @@ class Study:
 
         status = self.status
         others = without_result(status)
-        content = curves_html(self.comparison.groups, says=f"{status}.", others=others, plotly=plotly)
+        content = curves_html(
+            self.comparison.groups, heading=f"Study {self.path.name}", says=f"{status}.", others=others, plotly=plotly
+        )
         write_atomically(self.path / PAGE, content.encode())
         return self.path / PAGE
 

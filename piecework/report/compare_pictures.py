@@ -72,6 +72,7 @@ def costs_figure(groups: Sequence[Group], names: Sequence[str], cost: Cost, axis
                 figure.add_scatter(
                     x=x, y=y, name=escape_label(shown), mode="markers", marker=marker, text=[*map(escape_label, texts)]
                 )
+    figure.update_traces(cliponaxis=False)  # a mark at an end of an axis is seen whole
     figure.update_xaxes(rangemode="tozero", **axis)
     return figure.update_yaxes(title="accuracy", tickformat="~%", rangemode="tozero")
 

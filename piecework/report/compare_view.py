@@ -19,7 +19,17 @@ from piecework.device_profiles.units import format_seconds
 from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures, marks
 from piecework.report.compare_legend import legend, some_clients
 from piecework.report.compare_pictures import pictures
-from piecework.report.page import COLOURS, ReportError, Section, graph_objects, line, page, sections_html, table
+from piecework.report.page import (
+    COLOURS,
+    ReportError,
+    Section,
+    graph_objects,
+    line,
+    page,
+    sections_html,
+    table,
+    whole_steps,
+)
 from piecework.report.paired import paired_section
 from piecework.report.participation import clients_text
 
@@ -162,9 +172,15 @@ def write_curves(groups: Sequence[Group], path: Path, *, plotly: bool = True) ->
 
 
 def curves_html(
-    groups: Sequence[Group], above: str = "", *, says: str = "", others: Sequence[Section] = (), plotly: bool = True
+    groups: Sequence[Group],
+    above: str = "",
+    *,
+    heading: str = "Runs compared",
+    says: str = "",
+    others: Sequence[Section] = (),
+    plotly: bool = True,
 ) -> str:
-    """Return that page, with the HTML `above` before its heading, the sentence `says` below it, and sections about `others`.
+    """Return that page under a heading, with the HTML `above` before it, the sentence `says` below it, and sections `others`.
 
     Without groups it has these alone. Raises ReportError without plotly, if that is wanted.
     """
@@ -174,8 +190,8 @@ def curves_html(
     shown += [*curves_sections(groups), *pictures(groups, names)]
     settings = "".join(f"<p>{escape(sentence)}</p>" for sentence in legend(groups))
     first = f'<p class="says">{escape(says)}</p>' if says else ""
-    body = f"{above}<h1>Runs compared</h1>{first}{settings}{sections_html(shown, plotly=plotly)}"
-    return page("Piecework: runs compared", body)
+    body = f"{above}<h1>{escape(heading)}</h1>{first}{settings}{sections_html(shown, plotly=plotly)}"
+    return page(f"{heading}: Piecework", body)
 
 
 def tables_section(groups: Sequence[Group]) -> list[Section]:
@@ -227,6 +243,9 @@ def curves_figure(groups: Sequence[Group], key: str, *, over_bytes: bool) -> Any
     figure.update_xaxes(title="bytes, down and up" if over_bytes else "round", rangemode="tozero")
     if over_bytes:
         figure.update_xaxes(tickformat="~s", ticksuffix="B")
+    else:
+        last = max((run.curves[key][-1][0] for group in groups for run in group.runs if run.curves[key]), default=1)
+        figure.update_xaxes(**whole_steps(last))
     return figure.update_yaxes(title=ACCURACIES[key].lower(), tickformat="~%", rangemode="nonnegative")
 
 

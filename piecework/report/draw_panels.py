@@ -26,14 +26,14 @@ SHADES = [[0.0, "rgba(0,114,178,0.1)"], [1.0, COLOURS[0]]]
 
 def section(panel: Panel, rounds: Sequence[Record]) -> Section:
     """Return a panel as a section of the page."""
-    figure = partial(figure_of, panel, rounds) if panel.plots else None
+    figure = partial(figure_of, panel, rounds) if any(map(has_values, panel.plots)) else None
     below = f'<div class="stages">{table(panel.rows, panel.columns)}</div>' if panel.columns else ""
     return Section(panel.title, panel.sentence, figure, below)
 
 
 def figure_of(panel: Panel, rounds: Sequence[Record]) -> Any:
     """Draw what a panel shows above its table."""
-    plots = [plot for plot in panel.plots if isinstance(plot, Plot)]
+    plots = [plot for plot in panel.plots if isinstance(plot, Plot) and has_values(plot)]
     cells = [each for each in panel.plots if isinstance(each, Cells)]
     if plots:
         figure = draw_curves(plots, rounds)
@@ -42,6 +42,11 @@ def figure_of(panel: Panel, rounds: Sequence[Record]) -> Any:
     else:
         figure = draw_pictures(cells, rounds)
     return mark_stages(figure, rounds) if panel.stages else figure
+
+
+def has_values(plot: Plot | Cells) -> bool:
+    """Return whether a plot shows anything; cells always do."""
+    return isinstance(plot, Cells) or any(y is not None for curve in plot.curves for _, y in curve.points)
 
 
 def draw_curves(plots: Sequence[Plot], rounds: Sequence[Record]) -> Any:

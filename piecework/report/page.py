@@ -6,8 +6,9 @@ records is escaped.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape, unescape
 from itertools import pairwise
+from textwrap import wrap
 from typing import Any
 
 from piecework.report.display import Record
@@ -20,14 +21,16 @@ MARKS = "#7d858f"  # what is marked on bars, on a light and on a dark page
 DASHES = ("solid", "dash", "dot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "pentagon")
 
-# Colours are variables, so that a page follows the system's light or dark mode; paper is always light.
+# Colours are variables, so that a page follows the system's light or dark mode; paper is always light. What scrolls shows a
+# shadow, or fades if it is a drawing, at the edge beyond which there is more: backgrounds that scroll along hide it elsewhere.
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --page: #fff; --panel: #f5f7f9; --line: #dfe3e8;
   --good: #00614a; --bad: #a33d00; --bad-panel: #fdf3ec; --bad-line: #d55e00; --link: #0060a8;
-  --full: #0072b2; --on-full: #fff; --empty: #eef2f5; }
+  --full: #0072b2; --on-full: #fff; --on-half: #1b1f24; --empty: #eef2f5; --shade: rgb(27 31 36 / .3); }
 @media screen and (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --soft: #a3adb8; --page: #12161b;
   --panel: #1b2128; --line: #333b45; --good: #4cc9a4; --bad: #ff9d5c; --bad-panel: #2b1d14; --bad-line: #d55e00;
-  --link: #6cb6ff; --full: #56b4e9; --on-full: #0b0e11; --empty: #20272f; } }
+  --link: #6cb6ff; --full: #56b4e9; --on-full: #0b0e11; --on-half: #0b0e11; --empty: #20272f;
+  --shade: rgb(228 232 236 / .4); } }
 * { box-sizing: border-box; }
 body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink); background: var(--page);
   font: 15px/1.5 system-ui, sans-serif; }
@@ -41,18 +44,28 @@ a { color: var(--link); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem 1rem; border-left: 4px solid var(--bad-line);
   background: var(--bad-panel); }
 .scroll { overflow-x: auto; } .scroll thead ~ tbody td { overflow-wrap: normal; }
+.scroll { background: linear-gradient(to right, var(--page) 1rem, transparent) left / 3rem 100% no-repeat local,
+  linear-gradient(to left, var(--page) 1rem, transparent) right / 3rem 100% no-repeat local,
+  linear-gradient(to right, var(--shade), transparent) left / 1rem 100% no-repeat scroll,
+  linear-gradient(to left, var(--shade), transparent) right / 1rem 100% no-repeat scroll; }
+.drawn { display: flex; align-items: flex-start; background: none; }
+.drawn::after { content: ""; position: sticky; right: 0; flex: none; width: 1rem; align-self: stretch;
+  background: linear-gradient(to right, transparent, var(--page)); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); }
 th, td:first-child, .memory td, .figures td, .stages td:not(:last-child) { white-space: nowrap; }
-td { overflow-wrap: anywhere; }
+td { overflow-wrap: anywhere; } .stages td:last-child { min-width: 9rem; }
 tbody th { font-weight: normal; color: var(--soft); }
 p { color: var(--soft); margin: .2rem 0 .6rem; overflow-wrap: anywhere; }
 p strong { color: var(--ink); } p.says { color: var(--ink); font-size: 1.1rem; margin: .2rem 0 1rem; }
 section { break-inside: avoid; } summary { cursor: pointer; } figure { margin: 0; }
-svg.grid { display: block; font-size: 12px; } .grid text { fill: var(--ink); } .grid .on-full { fill: var(--on-full); }
+svg.grid { display: block; height: auto; font-size: 12px; } .grid text { fill: var(--ink); }
+.grid .on-full { fill: var(--on-full); } .grid .on-half { fill: var(--on-half); }
 .grid .full { fill: var(--full); } .grid .empty { fill: var(--empty); }
 .js-plotly-plot text:not(.hoverlayer text) { fill: var(--ink) !important; }
 .js-plotly-plot :is(.gridlayer, .zerolinelayer) path { stroke: var(--line) !important; }
+@media screen and (max-width: 46rem) { thead th { white-space: normal; } th, td { padding-right: .8rem; }
+  .figures td:nth-child(2) { white-space: normal; min-width: 7rem; } }
 @media print { body { margin: 0; zoom: .74; } details::details-content { content-visibility: visible; } }
 """
 LAYOUT = {"template": "plotly_white", "margin": {"t": 25, "r": 10, "b": 50, "l": 70}, "showlegend": True}
@@ -61,9 +74,9 @@ LAYOUT |= {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
 LAYOUT |= {"font": {"family": "system-ui, sans-serif", "size": 13}}
 # Below the panels: beside them, it would leave none of a telephone's width to the curves.
 LAYOUT |= {"legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"}}
-# Pixels: the height of a panel and of a line of the legend, the width of a letter.
-PANEL, LEGEND_LINE, LETTER = 270, 20, 7
-NARROW = 300  # pixels of a telephone's width that the legend has
+LAYOUT |= {"hoverlabel": {"namelength": -1}}  # what is folded already
+PANEL, LEGEND_LINE = 270, 20  # pixels of the height of a panel, and of a line of the legend
+NARROW = 36  # letters of the legend in a telephone's width
 # Only the page itself is a source: a mistake would show as an empty figure, not as a request.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
@@ -106,11 +119,29 @@ def subplots(count: int, **layout: Any) -> Any:
     return make_subplots(rows=count, **{"vertical_spacing": 0.3 / count} | layout)
 
 
+def fold(name: str) -> str:
+    """Return an escaped name in lines that a telephone's width has room for; plotly cuts off what is longer."""
+    lines = [part for text in name.split("<br>") for part in wrap(unescape(text), NARROW)]
+    return "<br>".join(map(escape_label, lines))
+
+
 def height(figure: Any) -> int:
     """Return the pixels that a figure needs: its panels, and a legend that a telephone folds."""
-    names = [str(trace.name) for trace in figure.data if trace.name and trace.showlegend is not False]
-    legend = sum(LEGEND_LINE * (1 + len(name) * LETTER // NARROW) for name in names) if len(figure.data) > 1 else 0
-    return PANEL * max(1, len(list(figure.select_yaxes()))) + 70 + legend
+    names = [fold(str(trace.name)) for trace in figure.data if trace.name and trace.showlegend is not False]
+    legend = sum(LEGEND_LINE * (1 + name.count("<br>")) for name in names) if len(figure.data) > 1 else 0
+    needed = PANEL * max(1, len(list(figure.select_yaxes()))) + 70 + legend
+    return max(needed, 2 * legend + 40)  # a legend that takes more than half is one that scrolls
+
+
+def dress(figure: Any, **layout: Any) -> Any:
+    """Give a figure what all figures of pages have: their layout, height, and names in a legend that a telephone can show."""
+    for trace in figure.data:
+        if trace.name:
+            trace.name = fold(str(trace.name))
+    # invisible ticks keep the numbers of both axes apart where these meet
+    figure.update_xaxes(ticks="outside", ticklen=4, tickcolor="rgba(0,0,0,0)")
+    figure.update_yaxes(ticks="outside", ticklen=4, tickcolor="rgba(0,0,0,0)")
+    return figure.update_layout(LAYOUT, height=figure.layout.height or height(figure), **layout)
 
 
 def escape_label(text: str) -> str:
@@ -140,8 +171,13 @@ def bars(rounds: Sequence[Record], stacks: dict[str, list[Any]], title: str) -> 
 def over_rounds(figure: Any, rounds: Sequence[Record]) -> Any:
     """Show whole rounds on the x axis, even if there is only one."""
     last = rounds[-1]["round"]
+    return figure.update_xaxes(title="round", range=[0.5, last + 0.5], **whole_steps(last))
+
+
+def whole_steps(last: int) -> dict[str, int]:
+    """Return what an axis needs to have some ten whole numbers up to the last round."""
     step = next(s * 10**k for k in range(9) for s in (1, 2, 5) if s * 10**k * 10 >= last)
-    return figure.update_xaxes(title="round", range=[0.5, last + 0.5], tick0=step, dtick=step)
+    return {"tick0": step, "dtick": step}
 
 
 def mark_stages(figure: Any, rounds: Sequence[Record]) -> Any:
@@ -183,10 +219,11 @@ def sections_html(sections: Iterable[Section], *, plotly: bool = True) -> str:
 
 def figure_html(figure: Any, heading: str, number: int, script: bool) -> str:
     """Return a figure with its text alternative, and with plotly.js if that is asked for."""
-    figure.update_layout(LAYOUT, height=figure.layout.height or height(figure), showlegend=len(figure.data) > 1)
+    said = in_words(figure, heading)
+    dress(figure, showlegend=len(figure.data) > 1)
     options = {"full_html": False, "include_plotlyjs": script, "div_id": f"figure-{number}"}
     drawn = figure.to_html(**options, config={"displayModeBar": False, "responsive": True})
-    return f'<figure role="img" aria-label="{escape(in_words(figure, heading))}">{drawn}</figure>'
+    return f'<figure role="img" aria-label="{escape(said)}">{drawn}</figure>'
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:

@@ -70,7 +70,7 @@ def memory_figure(rounds: Sequence[Record]) -> Any:
         if seen:
             figure.add_scatter(x=[*seen], y=[*seen.values()], name=name, mode="markers", marker=marker)
     order = [str(row["client"]) for row in rows]
-    figure.update_xaxes(title="client", type="category", categoryorder="array", categoryarray=order, nticks=25)
+    figure.update_xaxes(title="client", type="category", categoryorder="array", categoryarray=order)
     figure.update_yaxes(title="training memory", tickformat="~s", ticksuffix="B", rangemode="tozero")
     return figure.update_layout(barmode="overlay", bargap=0.3)
 

@@ -242,10 +242,9 @@ def rate_plan(rounds: Sequence[Record]) -> str:
     parts = []
     for schedule, group in groupby(with_rate, key=lambda r: str(r["lr_schedule"])):
         same = list(group)
-        first, last = same[0], same[-1]
-        parts.append(
-            f"{first['lr']:.3g} in round {first['round']} to {last['lr']:.3g} in round {last['round']} ({schedule})"
-        )
+        ends = [same[0], same[-1]] if len(same) > 1 else same
+        rates = " to ".join(f"{r['lr']:.3g} in round {r['round']}" for r in ends)
+        parts.append(f"{rates} ({schedule})")
     return ", then ".join(parts)
 
 

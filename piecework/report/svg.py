@@ -9,7 +9,9 @@ from itertools import count
 ROW, GAP, LETTER, WIDE, NARROW = 34, 8, 7.2, 54, 26
 LONGEST = 18  # letters of a device's name that are drawn; the rest is in the text of the cells
 MANY = 14  # columns above which they are narrow, and have their figures only as text
-DARK = 0.55  # the share from which a figure in its cell is written in the other colour
+# The shares from which a figure in its cell is written in other colours: on a dark page, and on a light one too.
+HALF, FULL = 0.55, 0.86
+SMALLEST = 0.8  # of the drawing's size: to this it shrinks in a narrow window; beyond, it scrolls
 NUMBERS = count(1)  # of drawings of this process: names of elements on one page must differ
 
 
@@ -30,7 +32,10 @@ def shorten(text: str) -> str:
 def grid(
     rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Cell]], title: str, description: str
 ) -> str:
-    """Return shaded cells with a name for each row and column, a title and a description; a wide one scrolls."""
+    """Return shaded cells with a name for each row and column, a title and a description.
+
+    A narrow window shows it smaller, and scrolls a wide one.
+    """
     number, wide = next(NUMBERS), len(columns) <= MANY
     step = WIDE if wide else NARROW
     left = 12 + LETTER * max(len(shorten(name)) for name in rows)
@@ -50,7 +55,8 @@ def grid(
             box(cell, left + step * place, top + ROW * line, step, wide) for place, cell in enumerate(cells[line])
         ]
     return (
-        f'<div class="scroll"><svg class="grid" role="img" aria-labelledby="grid-{number}-title grid-{number}-text" '
+        f'<div class="scroll drawn"><svg class="grid" role="img" aria-labelledby="grid-{number}-title grid-{number}-text" '
+        f'style="min-width: {SMALLEST * width:.0f}px" '
         f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}">'
         f'<title id="grid-{number}-title">{escape(title)}</title><desc id="grid-{number}-text">{escape(description)}</desc>'
         f"{''.join(drawn)}</svg></div>"
@@ -67,7 +73,7 @@ def box(cell: Cell, x: float, y: float, width: float, figures: bool) -> str:
     said = "-" if cell.share is None else "<1%" if 0 < share < 0.01 else f"{share:.0%}"
     if share < 1 and said == "100%":
         said = ">99%"
-    ink = ' class="on-full"' if share > DARK else ""
+    ink = ' class="on-full"' if share > FULL else ' class="on-half"' if share > HALF else ""
     middle, line = (start + x + width) / 2, y + ROW / 2 + 4
     figure = f'<text x="{middle:.0f}" y="{line:.0f}" text-anchor="middle"{ink}>{escape(said)}</text>'
     return f"<g>{shade}{figure}<title>{escape(cell.text)}</title></g>"

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from piecework.report.in_words import in_words
-from piecework.report.page import LAYOUT, Section, height
+from piecework.report.page import Section, dress
 from piecework.report.read_records import with_details
 from piecework.report.run_figures import draw_curves
 from piecework.report.under_attack import is_adversarial, robust_curves
@@ -31,10 +31,11 @@ def figures(run: ServedRun) -> list[Record]:
 def picture(section: Section) -> Record:
     """Return a section as JSON values."""
     figure = section.drawn
-    figure.update_layout(LAYOUT, height=height(figure), uirevision="kept")  # what a reader zoomed into stays
+    said = in_words(figure, section.heading)
+    dress(figure, uirevision="kept")  # what a reader zoomed into stays
     return {
         "heading": section.heading,
         "caption": section.caption,
-        "alternative": in_words(figure, section.heading),
+        "alternative": said,
         "figure": json.loads(figure.to_json()),
     }

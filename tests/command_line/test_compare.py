@@ -15,7 +15,7 @@ from piecework.report.compare_pictures import pictures
 from piecework.report.compare_view import compare_tables, curve_name, marks, write_curves
 from piecework.report.display import disk_rows
 from piecework.report.in_words import in_words
-from piecework.report.page import LAYOUT, Section, escape_label, height, line, sections_html, subplots, table
+from piecework.report.page import LAYOUT, Section, escape_label, fold, height, line, sections_html, subplots, table
 from piecework.report.run_page import write_report
 from piecework.server_app.summary import disk_use_of_rounds
 
@@ -119,6 +119,14 @@ def test_panels_have_the_whole_width_and_the_legend_room_below() -> None:
     assert height(figure) == alone + 20 + 3 * 20  # 700 pixels of letters take three lines of a telephone
     html = sections_html([Section("a", "b", lambda: figure)])
     assert f'"height":{height(figure)}' in html
+
+
+def test_names_are_folded_once_and_stay_escaped() -> None:
+    name = escape_label(f"A: strategy=fedprophet num-rounds=6 {'x' * 40} <b> & c")
+    folded = fold(name)
+    assert folded == f"A: strategy=fedprophet num-rounds=6<br>{'x' * 36}<br>xxxx &lt;b&gt; &amp; c"
+    assert fold(folded) == folded
+    assert fold("short") == "short"
 
 
 def test_excluded_classes_stand_at_the_top(tmp_path: Path) -> None:

@@ -29,8 +29,10 @@ LOST = [round_record(n, 0.5, [*ZEROS, client(2, device="pi-4")], devices={"pi-4"
 
 def test_reasons_are_counted_by_device_class() -> None:
     (row,) = failures(LOST)
-    assert failure_text(row) == "pi-zero 4 of 4 (memory: needed 9,014,480, allowed 9,000,000)"
+    assert failure_text(row) == "pi-zero 4 of 4 (memory: needed 9,014,480 bytes, allowed 9,000,000)"
     assert excluded_classes(LOST) == {"pi-zero": "no client of pi-zero ever trained: all 4 requests failed"}
+    once = round_record(1, 0.5, ZEROS[:1])
+    assert excluded_classes([once]) == {"pi-zero": "no client of pi-zero ever trained: its only request failed"}
 
 
 def test_the_nearest_to_fitting_and_other_reasons() -> None:
@@ -43,7 +45,7 @@ def test_the_nearest_to_fitting_and_other_reasons() -> None:
         client(5, device="b"),
     ]
     assert [failure_text(row) for row in failures([round_record(1, None, clients)])] == [
-        "a 3 of 4 (memory 2: needed 1,900, allowed 1,000 in the closest case; crashed 1: error 8: gone)",
+        "a 3 of 4 (memory 2: needed 1,900 bytes, allowed 1,000 in the closest case; crashed 1: error 8: gone)",
         "b 1 of 2 (memory: the device ran out of memory)",
     ]
     assert excluded_classes([round_record(1, None, clients)]) == {}
@@ -63,7 +65,7 @@ def test_the_summary_names_them(tmp_path: Path) -> None:
             "device": "pi-zero",
             "asked": 4,
             "failed": 4,
-            "reasons": [{"status": "memory", "count": 4, "reason": "needed 9,014,480, allowed 9,000,000"}],
+            "reasons": [{"status": "memory", "count": 4, "reason": "needed 9,014,480 bytes, allowed 9,000,000"}],
         }
     ]
     assert summary["excluded_classes"] == excluded_classes(LOST)
@@ -74,14 +76,14 @@ def test_the_table_and_the_page_say_it_in_bold(tmp_path: Path) -> None:
     table = summary_table(summary, LOST)
     shown = text_of(table, width=120)
     assert "asked 6, answered 2, failed 4" in shown
-    assert "pi-zero 4 of 4 (memory: needed 9,014,480, allowed 9,000,000)" in shown
+    assert "pi-zero 4 of 4 (memory: needed 9,014,480 bytes, allowed 9,000,000)" in shown
     segments = PlainConsole(width=120).render(table)
     bold = [segment.text for segment in segments if segment.style and segment.style.bold]
     assert "no client of pi-zero ever trained: all 4 requests failed" in "".join(bold)
     pytest.importorskip("plotly")
     page = write_report(make_run(tmp_path / "a", LOST)).read_text(encoding="utf-8")
     assert "<strong>no client of pi-zero ever trained: all 4 requests failed</strong>" in page
-    assert "memory 4: needed 9,014,480, allowed 9,000,000" in page
+    assert "memory 4: needed 9,014,480 bytes, allowed 9,000,000" in page
 
 
 def test_late_answers_are_counted_over_all_rounds(tmp_path: Path) -> None:

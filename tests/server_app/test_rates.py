@@ -60,6 +60,7 @@ def test_the_plan_is_in_the_report(extended: RunDir) -> None:
     assert rate_plan(extended.rounds()).startswith(plan)
     page = write_report(extended).read_text(encoding="utf-8")
     assert page.count(plan) == 2  # in the overview, and below the figure
+    assert rate_plan(extended.rounds()[:1]) == "0.1 in round 1 (cosine over 2 rounds)"
     assert rate_plan([{"round": 1}]) == ""  # of a version that did not record it
 
 
