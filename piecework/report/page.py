@@ -121,7 +121,7 @@ def subplots(count: int, **layout: Any) -> Any:
 
 def fold(name: str) -> str:
     """Return an escaped name in lines that a telephone's width has room for; plotly cuts off what is longer."""
-    lines = [part for text in name.split("<br>") for part in wrap(unescape(text), NARROW)]
+    lines = [part.strip() for text in name.split("<br>") for part in wrap(unescape(text), NARROW)]
     return "<br>".join(map(escape_label, lines))
 
 
