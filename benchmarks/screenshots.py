@@ -1,115 +1,122 @@
-"""Take the documents' pictures of a run: its report, a comparison, and what a terminal shows.
+"""Take the documents' pictures: a run in a terminal and in its report, and the page of a study.
 
     python -m benchmarks.screenshots docs
 
-It trains the demo and, for the comparison, another run of 20 rounds: a minute on 2 cores. Pages are opened in Chromium by
-selenium (the extra `dev`; `chromium` and `chromedriver` on the PATH) and kept as pictures of few colours. The terminal's
-picture is the command's own output, drawn by rich. Figures differ from run to run in their times only.
+It trains the demo in a pseudo-terminal, and a study of two systems with two seeds each: some minutes on 2 cores. `--rounds` and
+`--seeds` make less of it. Pages are opened in Chromium by selenium (the extra `dev`; `chromium` and `chromedriver` on the PATH)
+and kept as pictures of few colours. Figures differ from run to run in their times only.
 """
 
 import argparse
 import io
-import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich._export_format import CONSOLE_SVG_FORMAT
+from benchmarks import terminal
 
-from piecework.commands.console import PlainConsole
-
-LETTERS = 112  # columns of the terminal
-WIDTH, TALL, WHOLE = 1000, 1500, 2900  # pixels of a page, and how many of its height are shown
+WIDTH, TALL = 1000, 1500  # pixels of a page, and how many of its height are shown if not all
 NARROW = 390  # pixels of a telephone
 COLOURS = 200  # of a picture
-DEMO = ["--set", "run-name=demo"]
-OTHER = ["--strategy", "depthfl", "--set", "run-name=depthfl"]  # with which the demo is compared
+WAIT = 120  # seconds until a page is drawn, on a busy machine
+STRATEGIES = "fedepth,depthfl"  # of the study
+# Plotly has drawn every figure, and nothing waits to be drawn again.
+DRAWN = """
+const told = arguments[arguments.length - 1], MARKS = '.cartesianlayer :is(.trace, .hm)';
+const ready = () => [...document.querySelectorAll('figure')].every((each) => each.querySelector(MARKS));
+const look = () => ready() ? requestAnimationFrame(() => requestAnimationFrame(() => told(true))) : setTimeout(look, 20);
+document.fonts.ready.then(look);
+"""
 
 
 def main() -> None:
     """Train, write the pages, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the pictures go")
+    parser.add_argument("--rounds", type=int, default=20, help="of each run")
+    parser.add_argument("--seeds", default="1,2", help="of the study, separated by commas")
     parser.add_argument(
-        "--runs", type=Path, help="where runs are written, and kept; those that are there are not repeated"
+        "--runs", type=Path, help="where runs are kept; a study there goes on, and takes up runs that are done"
     )
     asked = parser.parse_args()
     if missing := [name for name in ("chromium", "chromedriver") if not shutil.which(name)]:
         parser.error(f"{' and '.join(missing)} must be on the PATH")
     with tempfile.TemporaryDirectory() as scratch:
-        take(asked.runs or Path(scratch), asked.folder, Path(scratch))
+        take(asked.runs or Path(scratch) / "runs", asked.folder, Path(scratch), asked.rounds, asked.seeds)
 
 
-def take(runs: Path, folder: Path, scratch: Path) -> None:
-    """Write four pictures into a folder."""
-    if not (runs / "demo").exists():
-        said = piecework("run", "--output-dir", str(runs), *DEMO)
-        terminal(said.replace(str(runs.resolve()), "runs"), folder / "terminal.svg")
-    if not (runs / "depthfl").exists():
-        piecework("run", "--output-dir", str(runs), *OTHER)
+def take(runs: Path, folder: Path, scratch: Path, rounds: int, seeds: str) -> None:
+    """Write five pictures into a folder."""
+    shutil.rmtree(runs / "demo", ignore_errors=True)  # the terminal's pictures are of the run in the report
+    words = ["run", "--set", "run-name=demo", *(["--rounds", str(rounds)] if rounds != 20 else [])]
+    command, written = f"piecework {' '.join(words)}", terminal.piecework(*words, "--output-dir", str(runs))
+    written = written.replace(str(runs.resolve()).encode(), b"runs")
+    terminal.draw(terminal.in_the_middle(command, written, rounds), folder / "terminal-round.svg")
+    terminal.draw(terminal.at_the_end(command, written), folder / "terminal.svg")
     piecework("report", str(runs / "demo"))
-    piecework("compare", str(runs / "demo"), str(runs / "depthfl"), "--curves", str(scratch / "compare.html"))
+    of = ["--strategies", STRATEGIES, "--seeds", seeds, "--rounds", str(rounds), "--study", "two-systems"]
+    piecework("run", "--output-dir", str(runs), *of)
+    report, study = runs / "demo" / "report.html", runs / "two-systems" / "compare.html"
     with_browser(
         scratch,
         (
-            (runs / "demo" / "report.html", WIDTH, TALL, "light", folder / "report.png"),
-            (runs / "demo" / "report.html", NARROW, TALL, "dark", folder / "report-telephone.png"),
-            (scratch / "compare.html", WIDTH, WHOLE, "light", folder / "compare.png"),
+            (report, WIDTH, TALL, "light", folder / "report.png"),
+            (report, NARROW, TALL, "dark", folder / "report-telephone.png"),
+            (study, WIDTH, None, "light", folder / "compare.png"),
         ),
     )
 
 
-def piecework(*arguments: str) -> str:
-    """Return what a command prints, lines while it runs included."""
+def piecework(*arguments: str) -> None:
+    """Run a command, without what it prints unless it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "piecework", *arguments],
+        check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "COLUMNS": str(LETTERS)},
-        check=True,
     )
-    return done.stdout
+    if done.returncode:
+        raise SystemExit(f"piecework {' '.join(arguments)} failed:\n{done.stdout}")
 
 
-def terminal(said: str, path: Path) -> None:
-    """Draw a command and what it printed, as rich draws a terminal."""
-    console = PlainConsole(record=True, width=LETTERS, file=io.StringIO())
-    console.print(f"$ piecework run\n{said.rstrip()}", highlight=False, soft_wrap=True)
-    plain = re.sub(r"@font-face {{.*?}}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # whose fonts would be fetched
-    drawn = console.export_svg(title="piecework run", unique_id="piecework", code_format=plain)
-    path.write_text("\n".join(line.rstrip() for line in drawn.splitlines()) + "\n", encoding="utf-8")
-
-
-def with_browser(scratch: Path, wanted: tuple[tuple[Path, int, int, str, Path], ...]) -> None:
-    """Open each page at a width in a mode, and keep its top."""
+def with_browser(scratch: Path, wanted: Sequence[tuple[Path, int, int | None, str, Path]]) -> None:
+    """Open each page at a width in a mode, and keep its top, or all of it where no height is given."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
     for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
+        *("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"),
+        *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
         f"--user-data-dir={scratch}/user",
     ):
         options.add_argument(argument)
     browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(shutil.which("chromedriver"))))
+    browser.set_script_timeout(WAIT)
     try:
         for page, width, height, mode, path in wanted:
             media = {"features": [{"name": "prefers-color-scheme", "value": mode}]}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            resize(browser, width, height or TALL)
             browser.get(page.resolve().as_uri())
+            browser.execute_async_script(DRAWN)
+            if height is None:  # how tall a page is depends on its figures, and these on its width
+                resize(browser, width, browser.execute_script("return document.documentElement.scrollHeight"))
+                browser.execute_async_script(DRAWN)
             keep(browser.get_screenshot_as_png(), path)
     finally:
         browser.quit()
+
+
+def resize(browser: Any, width: int, height: int) -> None:
+    """Give the window as many pixels inside."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def keep(png: bytes, path: Path) -> None:

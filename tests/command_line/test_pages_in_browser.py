@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser_helpers import BEYOND
 from report_helpers import client, make_run, refused, round_record
 
 from piecework.report.compare import group_runs
@@ -19,20 +20,6 @@ CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
 OFFLINE = ("quic", "gpu", "background-networking", "component-update", "sync", "dev-shm-usage")
 LONG = "a-run-whose-name-has-no-blank-and-is-long-" * 4
-# What one sees that lies beyond the window, or beyond the drawing it is in, by more than a pixel. What scrolls by itself may go
-# on, but then what it scrolls in lies within. A reader opens what is closed at first; plotly measures texts where no one sees.
-BEYOND = """
-const seen = (each) => each.checkVisibility({checkVisibilityCSS: true}) && !each.closest('[id*=tester]');
-const width = document.documentElement.clientWidth, found = [];
-for (const each of [...document.querySelectorAll('body *, svg text')].filter(seen)) {
-  const inside = each.parentElement.closest('.scroll');
-  const own = each.getBoundingClientRect(), drawing = each.tagName === 'text' ? each.ownerSVGElement : null;
-  const right = drawing ? drawing.getBoundingClientRect().right : width, left = drawing?.getBoundingClientRect().left ?? 0;
-  if (own.width && (drawing || !inside) && (own.left < left - 1 || own.right > right + 1))
-    found.push(`${each.tagName} ${each.textContent.slice(0, 60)}: ${own.left} to ${own.right}, of ${left} to ${right}`);
-}
-return found;
-"""
 # Texts of one drawing that lie over each other; of oblique ones the box says nothing.
 OVERLAPS = """
 const oblique = (each) => (each.getAttribute('transform')?.match(/rotate\\(([-.0-9]+)/)?.[1] ?? 0) % 90 !== 0;

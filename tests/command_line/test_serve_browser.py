@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser_helpers import BEYOND
 from report_helpers import make_run, refused, round_record
 from serve_helpers import completed, going_on, next_round, served
 
@@ -159,7 +160,7 @@ def test_it_fits_a_telephone_and_follows_dark_mode(tmp_path: Path, browser: Brow
     values: dict[str, Any] = {"dataset": f"npz:/data/{'z' * 150}.npz"}
     make_run(tmp_path / long, [round_record(1, 0.5, clients)], "failed", reason, **values)
     completed(tmp_path / "b")
-    widths, colours = {}, {}
+    beyond, colours = {}, {}
     with served(tmp_path) as address:
         for path in ("/", f"/run/{long}", f"/report/{long}", f"/compare?run={long}&run=b"):
             for width in (390, 1280):
@@ -170,11 +171,13 @@ def test_it_fits_a_telephone_and_follows_dark_mode(tmp_path: Path, browser: Brow
                         until(browser, "document.querySelectorAll('.runs tbody tr').length", 2)
                     else:
                         until(browser, "document.querySelectorAll('.js-plotly-plot').length > 0", True)
-                    widths[path, width] = browser.execute_script("return document.documentElement.scrollWidth")
+                    beyond[path, width] = browser.execute_script(BEYOND)
+                    if browser.execute_script("return document.documentElement.scrollWidth") > width:
+                        beyond[path, width].append("the page")
                     colours[path, scheme] = browser.find_element("tag name", "body").value_of_css_property(
                         "background-color"
                     )
-    assert {key: wide for key, wide in widths.items() if wide > key[1]} == {}
+    assert {key: found for key, found in beyond.items() if found} == {}
     assert {colour for (_, scheme), colour in colours.items() if scheme == "light"} == {"rgba(255, 255, 255, 1)"}
     assert all(colours[path, "dark"] != colours[path, "light"] for path, _ in colours)
     assert messages(browser) == []
