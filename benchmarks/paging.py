@@ -138,7 +138,7 @@ def line(costs: CostModel, plain: Part, part: Part, speed: Speed, fraction: floa
 
 def paged_step(costs: CostModel, part: Part, pages: PageFiles) -> Callable[[], object]:
     """Return a paged step, whose pages have been written."""
-    load = load_for_device(part.blueprint, lambda _unit, module: fill(module))
+    load = load_for_device(part.blueprint, lambda unit, module: None if pages.holds(unit) else fill(module))
     config = with_step(costs.training_config, part)
     cascade = PagedCascade(part.blueprint, part.atoms, part.head, load, config, pages)
     x = fake_batch(part.blueprint, part.atoms[0], config.batch_size)
@@ -149,7 +149,7 @@ def paged_step(costs: CostModel, part: Part, pages: PageFiles) -> Callable[[], o
 
 
 def fill(module: torch.nn.Module) -> None:
-    """Give a new unit weights, which paging does not depend on."""
+    """Give a unit its first weights, as a client does; later ones are in pages. Paging does not depend on them."""
     for value in module.state_dict().values():
         value.fill_(0.01)
 

@@ -9,6 +9,8 @@ seconds that fits, and `smallest` the one with the fewest bytes. Both verify wit
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from heapq import heappop, heappush
 from itertools import product
 from math import inf
 from typing import Protocol
@@ -35,7 +37,7 @@ from piecework.training.sgd import TrainingConfig
 
 AUTO = "auto"  # among ways: the fastest step of all, not the first way that fits
 _PROFILES: dict[Hashable, ActivationProfile] = {}
-SLACK, FINER = 1.1, 1.04  # limits for pages begin so far above the memory, and fall by this factor
+SLACK, FINER = 1.1, 1.04  # limits for pages begin so far above the memory, and fall by this factor at most
 ATTEMPTS = 8  # traces of one search; the profile has been off by a few buffers at most
 
 
@@ -110,15 +112,16 @@ def _fastest(costs: Costs, part: Part, allowed: int, ways: Sequence[str], speed:
     The searches are in the order of the fewest seconds that they can find, so that most are spared.
     """
     plain = seconds_of(costs, part, speed)
-    best: Part | None = None
+    best, most = None, inf
     for same in (True, False):
         for least, search in _searches(costs, part, allowed, ways, speed, same=same):
-            if best is not None and seconds_of(costs, best, speed) <= plain + least:
+            if most <= plain + least:
                 break
-            if (found := search()) is not None:
-                found = _simplify(costs, found, allowed)
-            if found is not None and (best is None or seconds_of(costs, found, speed) < seconds_of(costs, best, speed)):
-                best = found
+            if (found := search(most - plain)) is None:
+                continue
+            found = _simplify(costs, found, allowed)
+            if (seconds := seconds_of(costs, found, speed)) < most:
+                best, most = found, seconds
         if best is not None:
             return best
     return None
@@ -130,7 +133,8 @@ def _simplify(costs: Costs, part: Part, allowed: int) -> Part:
     return simpler if part.cheap and _bytes(costs, simpler) <= allowed else part
 
 
-Search = tuple[float, Callable[[], Part | None]]  # the least seconds above the plain step's, and the search
+# The least seconds above the plain step's that a search can find, and the search, which may spare itself what takes more
+Search = tuple[float, Callable[[float], Part | None]]
 
 
 def _searches(
@@ -141,27 +145,31 @@ def _searches(
     sliced = replace(lean, in_backward=False)
     same_slices = "micro-batch" in ways and same != mixes_examples(part.blueprint)
     if same:
-        yield 0.0, lambda: next((each for each in _bases(part, ways) if _bytes(costs, each) <= allowed), None)
+        yield 0.0, lambda _: next((each for each in _bases(part, ways) if _bytes(costs, each) <= allowed), None)
         if "recompute" in ways:
-            yield 0.0, lambda: _recompute(costs, lean, allowed)
+            yield 0.0, lambda _: _recompute(costs, lean, allowed)
     if same_slices:
-        yield 0.0, lambda: next((each for each in slices(costs, sliced) if _bytes(costs, each) <= allowed), None)
+        yield 0.0, lambda _: next((each for each in slices(costs, sliced) if _bytes(costs, each) <= allowed), None)
         if "recompute" in ways:
             both = (_recompute(costs, each, allowed) for each in slices(costs, sliced))
-            yield 0.0, lambda: min(filter(None, both), key=lambda each: costs.trace(each).flops, default=None)
+            yield 0.0, lambda _: min(filter(None, both), key=lambda each: costs.trace(each).flops, default=None)
     if "page" in ways:
-        kept = costs.training_config.bytes_kept * part.parameters
-        least = speed.moving(0, part.state_bytes + kept)  # what is read may be read while the step computes
-        for spilled, base in product((False, True), _bases(part, ways, paged=True)):
-            form = replace(base, spilled=spilled)
-            if same:
-                yield least, lambda form=form: _page(costs, form, allowed, speed)  # type: ignore[misc]
-            if same_slices:
-                yield least, lambda form=form: _page_slices(costs, form, allowed, speed)  # type: ignore[misc]
+        moved = _moved_once(costs, part)
+        # what is read may be read while the step computes
+        least = max(0.0, speed.moving(moved, 0) - costs.trace(part).flops / speed.flops) + speed.moving(0, moved)
+        forms = [
+            replace(base, spilled=spilled, ahead=ahead)
+            for spilled, base, ahead in product((False, True), _bases(part, ways, paged=True), (False, True))
+        ]
+        if same:
+            yield least, partial(_page, costs, forms, allowed, speed)
+        if same_slices:
+            yield least, partial(_page_slices, costs, forms, allowed, speed)
 
 
-def _page_slices(costs: Costs, part: Part, allowed: int, speed: Speed) -> Part | None:
-    return next(filter(None, (_page(costs, each, allowed, speed) for each in slices(costs, part))), None)
+def _moved_once(costs: Costs, part: Part) -> float:
+    """Return the bytes of weights and optimiser's state, which every paged step reads and writes at least once."""
+    return part.state_bytes + costs.training_config.bytes_kept * part.parameters
 
 
 def _bases(part: Part, ways: Sequence[str], *, paged: bool = False) -> Iterator[Part]:
@@ -192,35 +200,58 @@ def _with_recomputed(part: Part, segments: tuple[Segment, ...] | None) -> Part |
     return None if segments is None else replace(part, recompute=segments)
 
 
-def _page(costs: Costs, part: Part, allowed: int, speed: Speed) -> Part | None:
-    """Return the part with the fastest pages that fit, or None. It reads ahead if that is faster."""
-    found = _fastest_pages(costs, part, allowed, speed)
-    if found is None:
-        ends = (replace(part, pages=finest(len(part.atoms), alone=alone)) for alone in (False, True))
-        return next((found for found in ends if _bytes(costs, found) <= allowed), None)
-    ahead = _fastest_pages(costs, replace(part, ahead=True), allowed, speed, found.pages)
-    return found if ahead is None else min(found, ahead, key=lambda each: seconds_of(costs, each, speed))
+def _page(costs: Costs, forms: Sequence[Part], allowed: int, speed: Speed, most: float) -> Part | None:
+    """Return the fastest paged step of some forms that fits, or None if none does in less than `most` seconds on top.
 
-
-def _fastest_pages(
-    costs: Costs, part: Part, allowed: int, speed: Speed, beside: tuple[Segment, ...] = ()
-) -> Part | None:
-    """Return the part with the fastest pages for the profile, whose traced step fits, or None.
-
-    A lower limit has slower pages: the first that fit are the fastest. The profile may be off by some layers' workspace. If the
-    step reads ahead, pages that are not predicted faster than `beside` for one that does not are not tried.
+    The pages of each form with the fewest predicted seconds wait for their trace, those with the fewest seconds first: the
+    first that fit are the fastest. Pages that do not fit are followed by the form's next slower ones.
     """
-    layers, limit, tried = _layers(costs, part), SLACK * allowed, set[tuple[Segment, ...]]()
-    most = seconds_on_top(layers, beside, speed, spilled=part.spilled) if beside else inf
-    form = {"spilled": part.spilled, "ahead": part.ahead}
-    while (pages := fewest_seconds(layers, limit, speed, **form)) is not None:
-        if seconds_on_top(layers, pages, speed, **form) >= most:
+    moved = _moved_once(costs, forms[0])
+    most -= speed.moving(moved, moved)
+    waiting: list[tuple[float, int, Part]] = []
+
+    def wait(number: int, limit: float) -> None:
+        form = forms[number]
+        layers, how = _layers(costs, form), {"spilled": form.spilled, "ahead": form.ahead}
+        if (pages := fewest_seconds(layers, limit, speed, **how)) is not None:
+            heappush(waiting, (seconds_on_top(layers, pages, speed, **how), number, replace(form, pages=pages)))
+
+    for number, form in enumerate(forms):
+        wait(number, SLACK * (allowed - max(0, _offset(costs, form))))
+    while waiting:
+        seconds, number, found = heappop(waiting)
+        if seconds >= most:
             return None
-        if pages not in tried and _bytes(costs, found := replace(part, pages=pages)) <= allowed:
+        if (traced := _bytes(costs, found)) <= allowed:
             return found
-        tried.add(pages)
-        limit /= FINER
-    return None
+        predicted = _predicted(costs, found)
+        wait(number, _next_limit(predicted, traced, allowed))
+    last = (replace(form, pages=each) for form in forms if not form.ahead for each in _leanest_pages(costs, form))
+    return next((found for found in last if _bytes(costs, found) <= allowed), None)
+
+
+def _page_slices(costs: Costs, forms: Sequence[Part], allowed: int, speed: Speed, most: float) -> Part | None:
+    cut = ([replace(form, micro_batch=each.micro_batch) for form in forms] for each in slices(costs, forms[0]))
+    return next(filter(None, (_page(costs, each, allowed, speed, most) for each in cut)), None)
+
+
+def _predicted(costs: Costs, part: Part) -> int:
+    return peak_of(_layers(costs, part), part.pages, spilled=part.spilled, ahead=part.ahead)
+
+
+def _offset(costs: Costs, form: Part) -> int:
+    """Return how many bytes more than predicted the finest pages of a form take."""
+    fine = replace(form, pages=finest(len(form.atoms)))
+    return _bytes(costs, fine) - _predicted(costs, fine)
+
+
+def _next_limit(predicted: int, traced: int, allowed: int) -> float:
+    """Return the limit of a search for pages after some that do not fit, below what was predicted for them.
+
+    Predictions are off by some layers' workspace, often by the same. If that was too much, it may be more for others.
+    """
+    as_before = float(allowed - (traced - predicted))
+    return as_before if traced > predicted else max(as_before, predicted / FINER)
 
 
 def _tighten(costs: Costs, allowed: int, plan: Callable[[float], Part | None]) -> Part | None:
@@ -262,9 +293,9 @@ def _forward_flops(part: Part) -> list[int]:
 
 def _layers(costs: Costs, part: Part) -> Layers:
     config = costs.training_config
-    size, moves = part.micro_batch or config.batch_size, with_step(part, Step(cheap=part.cheap, in_backward=True))
+    moves = with_step(part, Step(cheap=part.cheap, in_backward=True))
     profile = _profile(costs, replace(moves, micro_batch=part.micro_batch))
-    return layers_of(part, profile, size, config.bytes_kept)
+    return layers_of(part, profile, config.batch_size, config.bytes_kept, part.micro_batch)
 
 
 def _profile(costs: Costs, part: Part) -> ActivationProfile:

@@ -73,18 +73,19 @@ class Layers:
     states: tuple[int, ...]
 
 
-def layers_of(part: Part, profile: ActivationProfile, batch_size: int, kept: float) -> Layers:
-    """Return what paging a part depends on. The profile is that of a step that frees gradients in its backward pass.
+def layers_of(part: Part, profile: ActivationProfile, batch_size: int, kept: float, micro_batch: int = 0) -> Layers:
+    """Return what paging a part depends on. The optimiser keeps `kept` bytes of each parameter.
 
-    The optimiser keeps `kept` bytes of each parameter.
+    The profile is that of a step that frees gradients in its backward pass, on a micro-batch if there is one. Between segments,
+    whole batches wait.
     """
     units = [*(f"atoms.{atom}" for atom in part.atoms), part.head]
     found = [layer_statistics(part.blueprint, unit) for unit in units]
     largest = [max((layer.parameters for layer in each.layers), default=0) for each in found]
     resident = sum(each.state_bytes for each in found) + round(kept * sum(each.parameters for each in found))
-    batch = part.input_bytes * batch_size + 8 * batch_size
+    at_once, example = micro_batch or batch_size, part.input_bytes + 8
     working = [
-        max(0, peak - resident - batch - sum(profile.kept[: position + 1]))
+        max(0, peak - resident - example * at_once - sum(profile.kept[: position + 1]))
         for position, peak in enumerate(profile.peaks)
     ]
     return Layers(
@@ -93,8 +94,8 @@ def layers_of(part: Part, profile: ActivationProfile, batch_size: int, kept: flo
         tuple(working),
         tuple(float(each.flops * batch_size) for each in found),
         profile.kept,
-        profile.outputs,
-        batch,
+        tuple(output * batch_size // at_once for output in profile.outputs),
+        example * batch_size,
         tuple(round(kept * each.parameters) for each in found),
     )
 
