@@ -30,7 +30,8 @@ from benchmarks.hostile_arrays import ARRAYS, NESTED, PARCELS, change_arrays, ch
 from piecework.federated_data.datasets import default_cache, prepare
 from piecework.federation.aggregation import spec_of
 from piecework.federation.registry import ClientRegistry
-from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import Run
 from piecework.server_app.summary import summarise

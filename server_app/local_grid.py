@@ -1,8 +1,7 @@
 """A Flower `Grid` without Flower's processes: it runs the ClientApp in this process, or in spawned workers.
 
 It is meant for tests, small studies and machines without Ray. Messages are always pickled, so a client never shares memory
-with the server. Replies return in the order of the messages, so results do not depend on the number of workers. Only when the
-time for answers is over do those return that wait behind one which does not come.
+with the server.
 """
 
 import logging
@@ -15,27 +14,21 @@ import sys
 import threading
 import time
 import traceback
-import uuid
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
 from piecework.device_profiles.plugins import refuse_exit
 from piecework.device_profiles.profile import usable_cpus
 from piecework.federation.errors import RunAbortedError
 from piecework.models.imported.objects import is_object
+from piecework.server_app.ordered_grid import FIRST_NODE, SERVER, OrderedGrid, identify
 from piecework.server_app.signals import end_with_parent, without_interrupts
 
-SERVER = 1
-FIRST_NODE = 2  # client i is node FIRST_NODE + i
 READY = b"ready"  # what a worker sends when it has started
 NEVER_READY = (
     "a worker process ended with exit code {} before it could train; what it printed stands above. Each worker imports the "
@@ -55,34 +48,33 @@ def why_never_ready(code: int | None) -> str:
     return NO_FILE.format(code, script) if script and not Path(script).is_file() else NEVER_READY.format(code)
 
 
-def identify(node_id: int) -> None:
-    """Set the task that this process belongs to, because Flower creates no messages outside a task."""
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, node_id
-
-
 NodeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def answer(data: list[bytes], run_config: Mapping[str, Any], clients: int, node_config: NodeConfig) -> bytes:
     """Run the ClientApp on one pickled message and return the pickled reply.
 
-    An exception becomes an error reply, as in Flower's engines. `data` is a list with one element, which is removed, so that
-    the caller does not keep the bytes in memory while the client trains.
+    `data` is a list with one element, which is removed, so that the caller does not keep the bytes in memory while the client
+    trains.
     """
+    message: Message = pickle.loads(data.pop())  # noqa: S301 (written by this program, never from a network)
+    return pickle.dumps(reply_to(message, run_config, clients, node_config), protocol=5)
+
+
+def reply_to(message: Message, run_config: Mapping[str, Any], clients: int, node_config: NodeConfig) -> Message:
+    """Run the ClientApp on one message. An exception becomes an error reply, as in Flower's engines."""
     from piecework.client_app.app import app
 
-    message: Message = pickle.loads(data.pop())  # noqa: S301 (written by this program, never from a network)
     client = message.metadata.dst_node_id - FIRST_NODE
     own = node_config if isinstance(node_config, Mapping) else node_config[client]
     config = {"partition-id": client, "num-partitions": clients, **own}
     context = Context(1, message.metadata.dst_node_id, config, RecordDict(), dict(run_config))
     try:
         with refuse_exit():
-            reply = app(message, context)
+            return app(message, context)
     except Exception as error:
         LOG.error("client %d failed:\n%s", client, traceback.format_exc())
-        reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
-    return pickle.dumps(reply, protocol=5)
+        return Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
 
 
 def work(
@@ -108,7 +100,7 @@ def work(
         connection.send_bytes(answer(message, run_config, clients, node_config))
 
 
-def _dump_module(run_config: Mapping[str, Any]) -> bytes:
+def dump_module(run_config: Mapping[str, Any]) -> bytes:
     """Return the model for worker processes if it is an object of this process, else nothing."""
     name = str(run_config.get("model", ""))
     if not is_object(name):
@@ -144,7 +136,7 @@ def converse(connection: Connection, tasks: queue.SimpleQueue[bytes | None], arr
             arrived.put((connection, error))
 
 
-class LocalGrid(Grid):
+class LocalGrid(OrderedGrid):
     """A grid whose nodes are emulated clients. `workers` = 1 runs them in this process; more are spawned.
 
     `node_config` is added to the nodes' partition ids: one mapping for all nodes, or a sequence with one for each.
@@ -159,18 +151,14 @@ class LocalGrid(Grid):
         workers: int = 1,
         node_config: NodeConfig | None = None,
     ) -> None:
-        identify(SERVER)
-        self._clients = clients
+        super().__init__(clients)
         self._arguments = (dict(run_config), clients, node_config or {})
-        self._module = _dump_module(run_config) if workers > 1 else b""
-        self._order: deque[str] = deque()
-        self._waiting: deque[tuple[str, bytes]] = deque()
-        self._done: dict[str, Message] = {}
-        self._busy: dict[Connection, tuple[str, bytes]] = {}
+        self._module = dump_module(run_config) if workers > 1 else b""
+        self._waiting: dict[str, bytes] = {}
+        self._busy: dict[Connection, str] = {}
         self._workers: dict[Connection, Worker] = {}
         self._starting: set[Connection] = set()
         self._arrived: Arrived = queue.SimpleQueue()
-        self._deadline, self._deadlines = math.inf, dict[str, float]()
         for _ in range(workers if workers > 1 else 0):
             self._start_worker()
 
@@ -198,108 +186,33 @@ class LocalGrid(Grid):
         self._workers.clear()
         self._starting.clear()
 
-    def __enter__(self) -> "LocalGrid":
-        return self
+    def _wait(self, identifier: str, message: Message) -> None:
+        self._waiting[identifier] = pickle.dumps(message, protocol=5)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def set_run(self, run: Run) -> None:
-        """Do nothing, because there is only one run."""
-
-    @property
-    def run(self) -> Run:
-        """An empty run with id 1."""
-        return Run.create_empty(1)
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Return a message to a node."""
-        return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of all nodes, which are always connected."""
-        return range(FIRST_NODE, FIRST_NODE + self._clients)
-
-    def answer_by(self, deadline: float) -> None:
-        """Set the time of the monotonic clock by which workers are to answer the messages that are pushed from now on.
-
-        What is not answered then is given up: the worker that has it is killed and replaced, and the client's reply, an error,
-        returns late. A run in this process (`workers` = 1) cannot be interrupted, and answers when it is done.
-        """
-        self._deadline = deadline
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Queue messages, which idle workers receive at once. Returns their identifiers."""
-        identifiers = []
-        for message in messages:
-            identifier = uuid.uuid4().hex
-            message.metadata.__dict__["_message_id"] = identifier
-            self._order.append(identifier)
-            self._deadlines[identifier] = self._deadline
-            self._waiting.append((identifier, pickle.dumps(message, protocol=5)))
-            identifiers.append(identifier)
-            self._feed()
-        return identifiers
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Block until the oldest of these messages is answered, and return its reply; at its deadline, those that are there.
-
-        Raises RunAbortedError if a worker cannot start. One that dies later is replaced, and its client's reply is an error.
-        """
-        asked = set(message_ids)
-        wanted = [identifier for identifier in self._order if identifier in asked]
-        while wanted and wanted[0] not in self._done:
-            if not self._workers:
-                self._run_here()
-            elif not self._collect(self._deadlines[wanted[0]]):
-                found = [identifier for identifier in wanted if identifier in self._done]
-                self._give_up({i for i in wanted if i not in self._done and self._deadlines[i] <= time.monotonic()})
-                return [self._take(identifier) for identifier in found]
-        return [self._take(identifier) for identifier in wanted[:1]]
-
-    def _take(self, identifier: str) -> Message:
-        self._order.remove(identifier)
-        del self._deadlines[identifier]
-        return self._done.pop(identifier)
-
-    def _give_up(self, identifiers: set[str]) -> None:
-        """Answer messages in the place of their clients, which would answer too late; their workers are replaced."""
-        reason = "no answer within messages.round-timeout"
-        for connection, (identifier, data) in [*self._busy.items()]:
-            if identifier in identifiers:
-                del self._busy[connection]
-                self._workers[connection].process.kill()
-                self._done[identifier] = self._replace(connection, data, Error(4, f"{reason}: its worker was killed"))
-        for entry in [entry for entry in self._waiting if entry[0] in identifiers]:
-            self._waiting.remove(entry)
-            self._done[entry[0]] = Message(Error(3, reason), reply_to=pickle.loads(entry[1]))  # noqa: S301
-        LOG.warning("%d clients did not answer within messages.round-timeout", len(identifiers))
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send messages and return the replies in their order; after `timeout` seconds, those that have arrived."""
-        pending = set(self.push_messages(messages))
-        replies: list[Message] = []
-        deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
-        while pending and time.monotonic() < deadline:
-            for reply in self.pull_messages(pending):
-                pending.discard(reply.metadata.reply_to_message_id)
-                replies.append(reply)
-        return replies
-
-    def _run_here(self) -> None:
-        identifier, data = self._waiting.popleft()
-        self._done[identifier] = pickle.loads(answer([data], *self._arguments))  # noqa: S301
+    def _abandon(self, identifiers: set[str]) -> set[str]:
+        begun = {connection: name for connection, name in self._busy.items() if name in identifiers}
+        for connection in begun:
+            del self._busy[connection]
+            self._workers[connection].process.kill()
+            self._replace(connection)
+        for identifier in identifiers:
+            self._waiting.pop(identifier, None)
+        return set(begun.values())
 
     def _feed(self) -> None:
         for connection, worker in self._workers.items():
             if self._waiting and connection not in self._busy and connection not in self._starting:
-                self._busy[connection] = self._waiting.popleft()
-                worker.tasks.put(self._busy[connection][1])
+                identifier = next(iter(self._waiting))
+                self._busy[connection] = identifier
+                worker.tasks.put(self._waiting.pop(identifier))
 
     def _collect(self, deadline: float) -> bool:
-        """Take in what a worker has sent, waiting for it until `deadline`. Returns whether there was anything."""
+        """Take in what a worker has sent, waiting for it until `deadline`; without workers, run the oldest message here."""
+        if not self._workers:
+            identifier = next(iter(self._waiting))
+            reply = answer([self._waiting.pop(identifier)], *self._arguments)
+            self._done[identifier] = pickle.loads(reply)  # noqa: S301
+            return True
         patience = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         try:
             connection, content = self._arrived.get(timeout=patience)
@@ -310,9 +223,10 @@ class LocalGrid(Grid):
         if connection in self._starting:
             self._greet(connection, content)
         elif connection in self._busy:  # and not given up
-            identifier, data = self._busy.pop(connection)
+            identifier = self._busy.pop(connection)
             if isinstance(content, Exception):
-                self._done[identifier] = self._replace(connection, data)
+                code = self._replace(connection)
+                self._fail(identifier, Error(8, f"the worker process ended with exit code {code}"))
             else:
                 self._done[identifier] = pickle.loads(content)  # noqa: S301
         self._feed()
@@ -326,14 +240,13 @@ class LocalGrid(Grid):
             raise RunAbortedError(why_never_ready(process.exitcode))
         self._starting.discard(connection)
 
-    def _replace(self, connection: Connection, data: bytes, error: Error | None = None) -> Message:
-        """Replace a worker that died, and return an error as the reply of its client. Its thread closes the connection."""
+    def _replace(self, connection: Connection) -> int | None:
+        """Replace a worker that died, and return its exit code. Its thread closes the connection."""
         process, tasks = self._workers.pop(connection)
         process.join()
         tasks.put(None)
         self._start_worker()
-        error = error or Error(8, f"the worker process ended with exit code {process.exitcode}")
-        return Message(error, reply_to=pickle.loads(data))  # noqa: S301
+        return process.exitcode
 
 
 def default_workers(workers: int) -> int:

@@ -10,7 +10,7 @@ from flwr.app import Message, RecordDict
 from helpers import digits, first_arrays, tiny_settings
 
 from piecework.models.work_item import WorkItem
-from piecework.server_app.local_grid import FIRST_NODE, identify
+from piecework.server_app.ordered_grid import FIRST_NODE, identify
 from piecework.training.messages import Task
 from piecework.training.parcels import pack
 from piecework.training.setup import blueprint_for

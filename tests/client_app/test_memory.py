@@ -457,7 +457,8 @@ def test_streaming_and_evaluating_stay_within_the_training_memory_cost(tmp_path:
 TASKS = """
 import pickle, sys
 from pathlib import Path
-from piecework.server_app.local_grid import answer, identify
+from piecework.server_app.local_grid import answer
+from piecework.server_app.ordered_grid import identify
 from piecework.training.answers import read_outcome
 from piecework.training.parcels import unpack
 identify(1)

@@ -25,7 +25,8 @@ from piecework.client_app.store import FeatureWriter, Store
 from piecework.models.mix import Mix
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
-from piecework.server_app.local_grid import LocalGrid, identify
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.ordered_grid import identify
 from piecework.strategies.cascade.fedepth.mutual import Mutual
 from piecework.training.answers import Outcome, reply
 from piecework.training.examples import feature_examples

@@ -69,7 +69,8 @@ def test_without_checks_a_cut_is_the_whole_model_on_both_sides(tmp_path: Path) -
 WITHOUT_MEMORY = """
 import json, pickle, resource, sys
 from pathlib import Path
-from piecework.server_app.local_grid import answer, identify
+from piecework.server_app.local_grid import answer
+from piecework.server_app.ordered_grid import identify
 import piecework.client_app.app, piecework.client_app.whole
 identify(1)
 task, config = pickle.loads(Path(sys.argv[1]).read_bytes())
@@ -123,7 +124,7 @@ import flwr.supernode.runtime.run_clientapp, torch
 theirs = set(sys.modules)
 import piecework.client_app.app
 from flwr.app import Context, RecordDict
-from piecework.server_app.local_grid import identify
+from piecework.server_app.ordered_grid import identify
 
 identify(1)
 

@@ -16,7 +16,7 @@ from piecework.federation import transport
 from piecework.federation.pace import KEPT, Done, Load, Pace, before_deadlines, predict_seconds
 from piecework.federation.transport import Transport
 from piecework.plans.plan_rounds import Timed, time_rounds
-from piecework.server_app.local_grid import FIRST_NODE, identify
+from piecework.server_app.ordered_grid import FIRST_NODE, identify
 from piecework.server_app.records import RunDir
 from piecework.training.settings import Settings, SettingsError
 

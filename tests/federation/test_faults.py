@@ -30,7 +30,8 @@ from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.faults import CrashHistory, status_of
 from piecework.federation.reply_guard import ReplyGuard
 from piecework.federation.transport import Transport
-from piecework.server_app.local_grid import FIRST_NODE, READY, LocalGrid, identify
+from piecework.server_app.local_grid import READY, LocalGrid
+from piecework.server_app.ordered_grid import FIRST_NODE, identify
 from piecework.server_app.records import RunDir
 from piecework.strategies.state import StrategyState
 from piecework.training.settings import Settings, SettingsError

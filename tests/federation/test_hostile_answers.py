@@ -7,7 +7,7 @@ import pytest
 from benchmarks.hostile import Target, attack
 from piecework.federation import reports
 from piecework.federation.registry import ClientRegistry
-from piecework.server_app.local_grid import FIRST_NODE
+from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.training.methods import METHODS
 
 ANSWERS = 2000  # of all systems together

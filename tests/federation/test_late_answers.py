@@ -24,7 +24,7 @@ from test_over_sample import OVER
 
 from piecework.federation import transport
 from piecework.federation.aggregation import WeightedMean
-from piecework.server_app.local_grid import FIRST_NODE
+from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.server_app.used_settings import require_used
 from piecework.strategies import find_method

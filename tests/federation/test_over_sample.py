@@ -12,7 +12,7 @@ from piecework.device_profiles.clock import Stragglers, closing
 from piecework.federation.pace import Done
 from piecework.federation.registry import sample_clients
 from piecework.plans.plan_rounds import Timed, awaited_seconds, time_rounds
-from piecework.server_app.local_grid import FIRST_NODE
+from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.training.settings import Settings, SettingsError
 
 SPEEDS = {"quick": 4e9, "usual": 2e9, "slow": 1e7}

@@ -15,7 +15,8 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.federation import registry
 from piecework.federation.errors import TooFewNodesError
 from piecework.federation.registry import ClientRegistry
-from piecework.server_app.local_grid import FIRST_NODE, SERVER, LocalGrid, identify
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.ordered_grid import FIRST_NODE, SERVER, identify
 from piecework.training import answers
 from piecework.training.answers import Outcome, reply
 from piecework.training.settings.shared import MemorySettings

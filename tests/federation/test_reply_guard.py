@@ -24,7 +24,8 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from piecework.federation.faults import REFUSED, UNAVAILABLE, status_of
 from piecework.federation.registry import ClientRegistry
 from piecework.federation.reply_guard import ROOM, SUPERLINK, ReplyGuard, array_bytes, reply_limit
-from piecework.server_app.local_grid import SERVER, LocalGrid, identify
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.ordered_grid import SERVER, identify
 from piecework.training.parcels import pack, unpack
 from piecework.training.settings.shared import MemorySettings
 

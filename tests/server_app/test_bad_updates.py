@@ -31,7 +31,8 @@ from helpers import (
 from piecework.federation import registry, transport
 from piecework.models.work_item import WorkItem
 from piecework.server_app import rounds
-from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.strategies.cascade.fedepth.mutual import Mutual
 from piecework.strategies.server import MethodServer

@@ -13,8 +13,8 @@ from helpers import SPEEDS, TRIO, RecordingGrid, run_local
 from piecework.federation.errors import RunAbortedError
 from piecework.planning.now import NOW
 from piecework.server_app import moment
-from piecework.server_app.local_grid import FIRST_NODE
 from piecework.server_app.moment import FILE, Moment, read_moment, seconds_left
+from piecework.server_app.ordered_grid import FIRST_NODE
 
 # Client 1 has the slowest device, then client 2.
 FLEET = json.dumps(

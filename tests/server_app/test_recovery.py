@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from piecework.cli import app
 from piecework.client_app.disk import StorageError
-from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.training.settings import Settings
 

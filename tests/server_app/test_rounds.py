@@ -31,7 +31,8 @@ from piecework.client_app import prepare
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.transport import Transport
 from piecework.server_app.experiment import run_experiment
-from piecework.server_app.local_grid import FIRST_NODE, LocalGrid, identify
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.ordered_grid import FIRST_NODE, identify
 from piecework.server_app.records import RunDir
 from piecework.training.messages import content_bytes
 

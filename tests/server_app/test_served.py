@@ -32,7 +32,8 @@ from piecework.models.static_norms import count_first_alike, measure_norms, with
 from piecework.models.work_item import WorkItem
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import cost_model_for
-from piecework.server_app.local_grid import FIRST_NODE, LocalGrid
+from piecework.server_app.local_grid import LocalGrid
+from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.server_app.served_model import Moments, empty_statistics
 from piecework.training.loop import PieceModel

@@ -99,7 +99,8 @@ TOUCHED = """
 import pickle, sys
 from pathlib import Path
 import torch
-from piecework.server_app.local_grid import answer, identify
+from piecework.server_app.local_grid import answer
+from piecework.server_app.ordered_grid import identify
 identify(1)
 for path in sys.argv[1:]:
     task, config = pickle.loads(Path(path).read_bytes())

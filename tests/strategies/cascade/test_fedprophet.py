@@ -17,7 +17,7 @@ from piecework import load
 from piecework.federation.errors import RunAbortedError
 from piecework.models.cascade import unit_of
 from piecework.models.zoo import MODELS, build_blueprint
-from piecework.server_app.local_grid import FIRST_NODE
+from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.training.settings import SettingsError
 
