@@ -38,14 +38,18 @@ from piecework.training.setup import (
 
 
 def open_store(context: Context, state_dir: str, experiment_id: str, task: str) -> Store:
-    """Open this client's store in the node's `state-dir`, or in the server's `state_dir` if the node has none."""
-    folder = Path(str(context.node_config.get("state-dir", state_dir)))
+    """Open this client's store in the server's `state_dir`, unless the node has one.
+
+    A board has a `state-dir`. A machine that emulates clients, and does not see the run's folder, has a `scratch-dir`.
+    """
+    node = context.node_config
+    folder = Path(str(node.get("state-dir") or node.get("scratch-dir") or state_dir))
     return Store(folder, experiment_id, int(context.node_config["partition-id"]), task)
 
 
 def free_disk(settings: Settings, context: Context, store: Store) -> None:
-    """Remove old experiments from a device's own disk. Stores of emulated clients are removed by `piecework clean`."""
-    if "state-dir" in context.node_config:
+    """Remove old experiments from a node's own disk. Stores in a run's folder are removed by `piecework clean`."""
+    if {"state-dir", "scratch-dir"} & context.node_config.keys():
         store.remove_other_experiments(settings.memory.keep_experiments)
 
 

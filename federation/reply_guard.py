@@ -7,7 +7,7 @@ answers, from the reply itself, so a node could answer in another's name.
 import math
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
@@ -40,6 +40,13 @@ class WaitingGrid(Protocol):
     """A grid that waits for replies when it is asked for them, as the in-process grid does and Flower's do not."""
 
     def answer_by(self, deadline: float, /) -> None: ...
+
+
+@runtime_checkable
+class ForeseeingGrid(Protocol):
+    """A grid that is told for how many seconds its nodes will compute, so that it can begin with what takes longest."""
+
+    def expect(self, seconds: Mapping[int, float], /) -> None: ...
 
 
 class ReplyGuard(Grid):
@@ -80,6 +87,11 @@ class ReplyGuard(Grid):
         """Tell a grid that waits for replies until when, as a time of the monotonic clock."""
         if isinstance(self.grid, WaitingGrid):
             self.grid.answer_by(deadline)
+
+    def expect(self, seconds: Mapping[int, float]) -> None:
+        """Tell a grid that can begin with what takes longest for how many seconds nodes will compute."""
+        if isinstance(self.grid, ForeseeingGrid):
+            self.grid.expect(seconds)
 
     def _check(self, asked: str, answer: Message | Error) -> Message:
         node = self._asked.pop(asked)

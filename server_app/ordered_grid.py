@@ -9,8 +9,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from typing import Protocol, Self, runtime_checkable
+from collections.abc import Iterable
+from typing import Self
 
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.app.message.message import make_message
@@ -27,13 +27,6 @@ LOG = logging.getLogger("piecework")
 def identify(node_id: int) -> None:
     """Set the task that this process belongs to, because Flower creates no messages outside a task."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, node_id
-
-
-@runtime_checkable
-class ForeseeingGrid(Protocol):
-    """A grid that is told how long its nodes will compute, so that it can begin with what takes longest."""
-
-    def expect(self, seconds: Mapping[int, float], /) -> None: ...
 
 
 class OrderedGrid(Grid):
@@ -129,7 +122,7 @@ class OrderedGrid(Grid):
             if not self._collect(deadline):
                 found = [identifier for identifier in wanted if self._has(identifier)]
                 now = time.monotonic()
-                self._give_up({i for i in wanted if i not in self._done and self._order[i][1] <= now})
+                self._give_up({i for i in wanted if not self._has(i) and self._order[i][1] <= now})
                 return [self._take(identifier) for identifier in found]
         return [self._take(identifier) for identifier in wanted[:1]]
 

@@ -23,7 +23,7 @@ from piecework.server_app.assembly import Assembly
 from piecework.server_app.deadlines import Deadlines
 from piecework.server_app.device_models import evaluate_device_models
 from piecework.server_app.model_description import describe_model
-from piecework.server_app.moment import Moments
+from piecework.server_app.moment import Moments, predict_seconds
 from piecework.server_app.packages import packages_of_clients
 from piecework.server_app.preflight import preflight
 from piecework.server_app.rates import require_rates
@@ -231,6 +231,8 @@ class Run:
         dispatcher = self.server.dispatcher
         for batch in dispatcher.batches():
             dispatcher.note_delivered(self.transport.exchange(server_round, batch, watch))
+        seconds = predict_seconds(self.server)
+        self.grid.expect({self.registry.members[client].node_id: each for client, each in seconds.items()})
         # A round may end before all have answered.
         with closing(self.transport.exchange(server_round, messages, watch)) as replies:
             return aggregate(self.moments.follow(replies))

@@ -155,7 +155,7 @@ def _read_list(parcel: Array, most: int) -> tuple[list[Listed], int]:
     if begin > len(parcel.data) or begin - PREFIX > most:
         raise ParcelError(f"a parcel's list has {begin - PREFIX:,} bytes: it may have {min(most, len(parcel.data)):,}")
     try:
-        listed = LIST.validate_json(parcel.data[PREFIX:begin])
+        listed = LIST.validate_json(bytes(parcel.data[PREFIX:begin]))  # which may be a view
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ParcelError(f"a parcel's list cannot be read: {first['msg']:.200}") from None

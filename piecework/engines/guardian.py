@@ -1,7 +1,7 @@
-"""Ends Flower's processes and removes their folder when the launcher is gone, in whatever way: `guardian.py FLWR_HOME`.
+"""Ends processes of Flower or Ray, and removes their folder, when the launcher is gone, in whatever way: `guardian.py FOLDER`.
 
 The launcher holds this process's standard input open, which the kernel closes even after SIGKILL. Every process of the run has
-the private FLWR_HOME in its environment, or descends from one that has it, even if it has a session of its own.
+the private folder in its environment, or descends from one that has it, even if it has a session of its own.
 """
 
 import shutil
@@ -12,16 +12,25 @@ from contextlib import suppress
 import psutil
 
 GRACE_SECONDS = 10.0
+MARKS = ("FLWR_HOME", "PIECEWORK_RAY")  # the variables that have the folder
 
 
 def members(home: str) -> set[psutil.Process]:
-    """Return the processes with this FLWR_HOME and their descendants, without this process."""
+    """Return the processes to which this folder belongs, and their descendants, without this process."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # another user's, or it has just ended
-            if process.environ().get("FLWR_HOME") == home:
+            if belongs(process, home):
                 found |= {process, *process.children(recursive=True)}
     return found - {psutil.Process()}
+
+
+def belongs(process: psutil.Process, home: str) -> bool:
+    """Return whether a process has this folder in its environment, or is Ray's, which change theirs, and has a file of it."""
+    environment = process.environ()
+    if home in (environment.get(mark) for mark in MARKS):
+        return True
+    return process.name().startswith("ray::") and any(file.path.startswith(home) for file in process.open_files())
 
 
 def lives(process: psutil.Process) -> bool:

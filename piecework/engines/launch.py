@@ -5,8 +5,6 @@ that answers, freeze its environment, reinstall dependencies, and return 0 for a
 """
 
 import logging
-import math
-import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import tomli_w
 import torch
 
 from piecework.app_folder import app_folder
+from piecework.engines.cluster.address import protect, ray_address, require_cluster
 from piecework.engines.processes import (
     Connection,
     EngineError,
@@ -31,7 +30,6 @@ from piecework.engines.processes import (
     superlink,
     wait_until_healthy,
 )
-from piecework.engines.ray_cluster import OWN_RAY, ray_address, require_cluster
 from piecework.federated_data.labels import label_remarks
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.server_app.experiment import run_experiment
@@ -133,29 +131,21 @@ def run_local(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
 
 
 def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
-    """Run on Flower's simulation: our own SuperLink, which starts its own Ray or joins the cluster of RAY_ADDRESS."""
+    """Run on Ray: one of our own, or the cluster of RAY_ADDRESS."""
     if find_spec("ray") is None:
         raise EngineError("--engine ray needs Ray, which is not installed: pip install 'piecework[simulation]'")
+    if not (address := ray_address()):
+        protect()
+    from piecework.engines.cluster.grid import RayGrid
+    from piecework.engines.cluster.start import joined_ray, own_ray
+
     gpus = max(1, torch.cuda.device_count()) if settings.training.accelerator == "cuda" else 0
-    fraction = gpu_fraction(settings.workers, gpus)  # without it Ray hides the GPUs
-    federation = f"num-supernodes={settings.clients} client-resources-num-cpus=1 client-resources-num-gpus={fraction}"
-    if not ray_address():
-        federation += (
-            f" init-args-num-cpus={settings.workers} init-args-num-gpus={gpus}"
-            " init-args-logging-level='ERROR' init-args-log-to-driver=false"
-        )
-    with flower_home() as home:
-        # Without an address Ray would join any cluster whose address file it finds, even one that has ended.
-        home.environment["RAY_ADDRESS"] = ray_address() or OWN_RAY
-        if not ray_address():  # else any user of this machine could have it run code
-            home.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        with superlink(home, "--simulation", "--isolation", "subprocess"):
-            follow(home, settings, run_dir, on_round, "--federation-config", federation)
-
-
-def gpu_fraction(workers: int, gpus: int) -> float:
-    """Return the fraction of a GPU per client with which `workers` clients spread evenly over all; rounded down to fit."""
-    return math.floor(1e4 / math.ceil(workers / gpus)) / 1e4 if gpus else 0.0
+    with (
+        joined_ray(address) if address else own_ray(settings.workers, gpus),
+        RayGrid(settings.clients, settings.to_run_config(), settings.workers) as grid,
+    ):
+        run_experiment(grid, settings, run_dir, on_round)
+        grid.bring_home()
 
 
 def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:

@@ -114,7 +114,7 @@ def flower_home(connection: Connection | None = None) -> Iterator[FlowerHome]:
 
 @contextmanager
 def guard_folder(folder: str) -> Iterator[None]:
-    """Have the guardian wait for the end of the body, or of this process, to end what still uses a FLWR_HOME."""
+    """Have the guardian wait for the end of the body, or of this process, to end what still uses a folder."""
     call = [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), folder]
     guardian = subprocess.Popen(call, stdin=subprocess.PIPE, start_new_session=True)  # else Ctrl-C would end it too
     assert guardian.stdin is not None

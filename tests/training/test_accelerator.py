@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from piecework.cli import app
 from piecework.device_profiles.memory import PeakMemory
-from piecework.engines.launch import gpu_fraction
+from piecework.engines.cluster.book import gpu_fraction
 from piecework.models.static_norms import is_statistic
 from piecework.planning.step_cost import fake_batch, piece_cost
 from piecework.server_app.records import RunDir

@@ -1,13 +1,33 @@
-"""The Ray cluster that RAY_ADDRESS names, and whether it is there: Flower waits for it for minutes, and blames the clients."""
+"""The Ray cluster that RAY_ADDRESS names, and the token of a Ray of our own. This module does not import Ray."""
 
+import logging
 import os
 import re
+import secrets
 import socket
+import sys
 
 from piecework.engines.processes import EngineError
 
 OWN_RAY = "local"  # the address with which Ray starts a cluster
 CONNECT_SECONDS = 5.0
+UNPROTECTED = (
+    "Ray was imported before this run, without a token, so every user of this machine can run code through the run's Ray: set "
+    "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before you import it"
+)
+LOG = logging.getLogger("piecework")
+
+
+def protect() -> None:
+    """Give this process's own Rays a token, without which any user of this machine could have them run code.
+
+    Ray reads how it is protected once, when it is imported.
+    """
+    if "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    elif os.environ.get("RAY_AUTH_MODE") != "token":
+        LOG.warning(UNPROTECTED)
 
 
 def ray_address() -> str:

@@ -1,0 +1,131 @@
+"""Where clients' states lie on a cluster, and how they come to where a client trains next.
+
+A state lies in the run's folder, or in a folder of the node where its client trained last. What was on a node that is gone is
+lost, as with a device whose disk is lost: the client begins without a state, and its record says so.
+"""
+
+import logging
+import secrets
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from piecework.engines.cluster.book import HEAD, Node
+from piecework.engines.cluster.nodes import Nodes
+from piecework.engines.cluster.travel import Packed, drop, held_clients, pack, unpack
+from piecework.engines.cluster.worker import drop_there, pack_there
+
+LOG = logging.getLogger("piecework")
+
+
+class Homes:
+    """`places` says where each client's state lies: HEAD, or a node's name. Clients without a state are not in it."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self.places: dict[int, str] = {}
+        self._rounds: dict[int, tuple[int, ...]] = {}
+        self._lost: dict[int, str] = {}
+        self._folders: dict[str, str] = {}  # of the nodes that were asked; empty = they see the run's folder
+        self._moves: dict[int, str] = {}  # from where a client's state was taken, until it is trained
+        self._root, self._experiment, self._secret = Path(), "", secrets.token_hex(16)
+
+    def look(self, state_dir: str, experiment: str) -> None:
+        """Ask nodes that were not asked yet where they keep clients' folders, and what of the experiment they hold."""
+        if not experiment:
+            return
+        if not self._experiment:
+            self._root, self._experiment = Path(state_dir), experiment
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._mark.write_text(self._secret, encoding="utf-8")
+            for client, rounds in held_clients(self._root / experiment).items():
+                self._found(client, HEAD, rounds)
+        for name in self.nodes.known.keys() - self._folders.keys():
+            if (actor := self.nodes.any_actor(name)) is not None:
+                self._ask(name, actor)
+
+    @property
+    def _mark(self) -> Path:
+        return self._root / f".head-{self._secret[:8]}"
+
+    def _ask(self, name: str, actor: Any) -> None:
+        found = ray.get(actor.look.remote(str(self._mark), self._secret, self._experiment))
+        self._folders[name] = found.folder
+        self.nodes.known[name].place = name if found.folder else HEAD
+        for client, rounds in found.clients.items() if found.folder else ():
+            self._found(client, name, rounds)
+
+    def _found(self, client: int, place: str, rounds: tuple[int, ...]) -> None:
+        """Take in that a place holds a client's state: the newest counts, if several places hold one."""
+        if client not in self.places or rounds[-1:] > self._rounds.get(client, ())[-1:]:
+            self.places[client], self._rounds[client] = place, rounds
+
+    def prepare(self, client: int, node: Node) -> tuple[str, Any, str]:
+        """Prepare that a client trains on a node.
+
+        Returns the folder for its files there (empty = the run's), a reference of its packed folder if that comes from
+        elsewhere, and a remark if it is lost.
+        """
+        folder, home = self._folders.get(node.name, ""), self.places.get(client)
+        if home is None:
+            return folder, None, self._lost.pop(client, "")
+        if home == node.place:
+            return folder, None, ""
+        self._moves[client] = home
+        if folder:
+            return folder, self._pack(client, home), ""
+        try:  # to the run's folder, where the node sees it
+            note = unpack(ray.get(self._pack(client, home)), self._root / self._experiment / str(client))
+        except ray.exceptions.RayError as error:
+            note = f"its state on {self.nodes.address(home)} is lost: {type(error).__name__}"
+        return folder, None, note
+
+    def _pack(self, client: int, home: str) -> Any:
+        if home == HEAD:
+            return ray.put(pack(self._root / self._experiment / str(client)))
+        return self._there(pack_there, home, client)
+
+    def _there(self, function: Any, name: str, client: int) -> Any:
+        """Run a function on a node's files of a client, beside its workers; returns the reference of its result."""
+        strategy = NodeAffinitySchedulingStrategy(name, soft=False)
+        task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+        return task.remote(self._folders[name], self._experiment, client)
+
+    def note(self, client: int, node: Node, *, keeps: bool) -> None:
+        """Note that a client trained on a node: what it `keeps` lies there, and where it came from it is removed."""
+        moved = self._moves.pop(client, None)
+        self.places.pop(client, None)
+        if keeps:
+            self.places[client] = node.place
+        if moved == HEAD:
+            drop(self._root / self._experiment / str(client))
+        elif moved in self.nodes.known and moved != node.place:
+            self._there(drop_there, moved, client)
+
+    def forget_lost(self) -> None:
+        """Take in that nodes are gone, and with them the states that they held."""
+        gone = self._folders.keys() - self.nodes.known.keys()
+        for name in gone:
+            del self._folders[name]
+        for client in [client for client, place in self.places.items() if place in gone]:
+            del self.places[client]
+            self._lost[client] = "its state was on a node of the cluster that is gone, starts without a state"
+
+    def bring_all(self) -> None:
+        """Bring all states that lie elsewhere to the run's folder. Raises OSError or RayError."""
+        for client, home in sorted(self.places.items()):
+            if home != HEAD and home in self.nodes.known:
+                packed: Packed = ray.get(self._pack(client, home))
+                if wrong := unpack(packed, self._root / self._experiment / str(client)):
+                    LOG.warning("client %d: %s", client, wrong)
+                    continue
+                self._moves[client] = home
+                self.places[client] = HEAD
+                self._there(drop_there, home, client)
+
+    def close(self) -> None:
+        """Remove the mark in the run's folder."""
+        if self._experiment:
+            self._mark.unlink(missing_ok=True)

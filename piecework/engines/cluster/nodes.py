@@ -1,0 +1,199 @@
+"""The machines of the cluster and their workers: who came, who went, and what Ray was told to keep for us."""
+
+import itertools
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from piecework.engines.cluster.book import FLOOR, Node, gpu_fraction
+from piecework.engines.cluster.start import require_same
+from piecework.engines.cluster.travel import checksums, read_data
+from piecework.engines.cluster.worker import Worker
+from piecework.engines.processes import EngineError
+from piecework.federation.errors import RunAbortedError
+from piecework.server_app.local_grid import NodeConfig, dump_module
+from piecework.training.settings import Settings
+from piecework.training.setup import prepare_dataset
+
+STEP = 2**26  # bytes by which reservations grow
+RESERVE_SECONDS = 0.5
+MOST_STARTS = 3  # of workers that die before they could train, one after another
+LOG = logging.getLogger("piecework")
+WORKER: Any = ray.remote(Worker)
+_list_nodes: Any = ray.nodes
+
+
+class Nodes:
+    """The nodes of the cluster, and in `starting` the references of workers that have not said yet that they are there.
+
+    `workers` are those a node, at most; 0 = one for each core. Raises EngineError where a node cannot take part.
+    """
+
+    def __init__(self, run_config: dict[str, Any], clients: int, node_config: NodeConfig, workers: int) -> None:
+        self.known: dict[str, Node] = {}
+        self.starting: dict[Any, str] = {}
+        self.processes: dict[str, int] = {}  # each worker's, on its node
+        self._settings = Settings.from_run_config(run_config)
+        self._data = prepare_dataset(self._settings)
+        self._checksums = checksums(self._data)
+        self._sent: dict[str, Any] = {}
+        self._arguments = run_config, clients, node_config, dump_module(run_config), self._checksums
+        self._most = workers
+        self._actors: dict[str, tuple[Any, str]] = {}  # and the name of the node that each is on
+        self._reserved: dict[str, tuple[int, list[Any]]] = {}
+        self._numbers, self._failed = itertools.count(1), 0
+        self._all: dict[str, Mapping[str, Any]] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Start workers on nodes that came, and forget nodes that went."""
+        self._all = {node["NodeID"]: node for node in _list_nodes() if node["Alive"]}
+        for name in self.known.keys() - self._all.keys():
+            LOG.warning("node %s of the Ray cluster is gone", name[:8])
+            del self.known[name]
+            self._reserved.pop(name, None)
+            self._actors = {worker: found for worker, found in self._actors.items() if found[1] != name}
+        for name in self._all.keys() - self.known.keys():
+            resources = self._all[name]["Resources"]
+            if (cores := int(resources.get("CPU", 0))) < 1:
+                continue
+            self.known[name] = node = Node(name, int(resources.get("memory", 0)))
+            for _ in range(max(1, min(cores, self._most or cores, node.memory // FLOOR))):
+                self._start(name)
+
+    def address(self, name: str) -> str:
+        """Return a node's host, for the user."""
+        return str(self._all.get(name, {}).get("NodeManagerAddress", name[:8]))
+
+    def _start(self, name: str) -> None:
+        worker = f"{name[:8]}/{next(self._numbers)}"
+        actor = WORKER.options(
+            num_cpus=1,
+            num_gpus=self._gpu_fraction(name),
+            memory=FLOOR,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False),
+        ).remote(*self._arguments)
+        self._actors[worker] = actor, name
+        self.starting[actor.greet.remote()] = worker
+
+    def _gpu_fraction(self, name: str) -> float:
+        """Return the part of a GPU that each worker of a node gets, so that they spread evenly over all."""
+        resources = self._all[name]["Resources"]
+        if self._settings.training.accelerator != "cuda":
+            return 0.0
+        cores = int(resources.get("CPU", 0))
+        return gpu_fraction(min(cores, self._most or cores), int(resources.get("GPU", 0)))
+
+    def greet(self, reference: Any) -> None:
+        """Take in a worker that has started, with the data set if its node has none.
+
+        Raises EngineError for a node that has other software, or cannot keep the data.
+        """
+        worker = self.starting.pop(reference)
+        actor, name = self._actors.get(worker, (None, ""))
+        if (node := self.known.get(name)) is None or actor is None:
+            return
+        try:
+            greeting = ray.get(reference)
+            require_same(greeting.host, greeting.software)
+            if not greeting.data and (why := ray.get(actor.take_data.remote(self._files()))):
+                raise EngineError(f"node {greeting.host}: {why}")
+        except ray.exceptions.RayTaskError as error:
+            raise EngineError(f"no worker starts on {self.address(name)}: {_last_line(error)}") from None
+        except ray.exceptions.RayError as error:
+            return self._note_failure(worker, error)
+        self._failed = 0
+        node.floors[worker] = max(FLOOR, greeting.bytes)
+        self.processes[worker] = greeting.process
+
+    def _note_failure(self, worker: str, error: ray.exceptions.RayError) -> None:
+        self._failed += 1
+        if self._failed >= MOST_STARTS:
+            raise RunAbortedError(f"workers of Ray end before they can train: {_last_line(error)}")
+        self.replace(worker)
+
+    def _files(self) -> dict[str, Any]:
+        """Return references of the data set's files, which are put where Ray shares them when the first node asks."""
+        if not self._sent:
+            self._sent = {name: ray.put(data) for name, data in read_data(self._data)}
+        return self._sent
+
+    @property
+    def ready(self) -> bool:
+        """Whether all workers have started."""
+        return not self.starting
+
+    def require_some(self) -> None:
+        """Raise RunAbortedError if no node is left."""
+        if not self._actors:
+            self.refresh()
+        if not self._actors:
+            raise RunAbortedError("no node of the Ray cluster has a processor for clients")
+
+    def describe(self) -> str:
+        """Return in words how far the workers have started."""
+        count = len(self._actors)
+        return f"{count - len(self.starting)} of {count} workers have started, on {len(self.known)} nodes"
+
+    def actor(self, worker: str) -> Any:
+        """Return Ray's handle of a worker."""
+        return self._actors[worker][0]
+
+    def node_of(self, worker: str) -> Node | None:
+        """Return the node that a worker is on; None if that is gone."""
+        return self.known.get(self._actors[worker][1]) if worker in self._actors else None
+
+    def any_actor(self, name: str) -> Any:
+        """Return a worker of a node that has started; None if there is none."""
+        return next((self._actors[worker][0] for worker in self.known[name].floors), None)
+
+    def replace(self, worker: str) -> None:
+        """End a worker, if it still lives, and start another one on its node, if that still lives."""
+        if worker not in self._actors:
+            return
+        actor, name = self._actors.pop(worker)
+        with suppress(ray.exceptions.RayError):
+            ray.kill(actor)
+        self.refresh()
+        if name in self.known:
+            self.known[name].floors.pop(worker, None)
+            self.known[name].prices.pop(worker, None)
+            self._start(name)
+
+    def reserve(self, node: Node, price: int) -> bool:
+        """Have Ray keep memory on a node for what trains there and `price` more, so that other jobs see it.
+
+        Returns whether there is as much. Reservations grow and are kept until the end.
+        """
+        needed = sum(node.prices.values()) + price
+        kept, groups = self._reserved.get(node.name, (0, []))
+        if needed <= kept:
+            return True
+        more = -(-(needed - kept) // STEP) * STEP
+        group = placement_group([{"memory": more}], bundle_label_selector=[{"ray.io/node-id": node.name}])
+        if not group.wait(RESERVE_SECONDS):
+            remove_placement_group(group)
+            return False
+        self._reserved[node.name] = kept + more, [*groups, group]
+        return True
+
+    def close(self) -> None:
+        """End all workers, and give back what was reserved."""
+        for actor, _ in self._actors.values():
+            with suppress(ray.exceptions.RayError):
+                ray.kill(actor)
+        for _, groups in self._reserved.values():
+            for group in groups:
+                remove_placement_group(group)
+        self._actors.clear()
+        self.known.clear()
+        self.starting.clear()
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1]
