@@ -43,11 +43,13 @@ from piecework.commands.options import (
     run_command,
     seeds_from,
     settings_from,
+    words_of,
 )
 from piecework.commands.results import results
 from piecework.commands.serve import serve  # noqa: F401  (adds the command)
 from piecework.commands.studies import Strategies, Sweep, options_of_runs, run_study, studies
 from piecework.device_profiles.user_cache import trace_anew
+from piecework.engines.cluster.address import RayCluster
 from piecework.engines.processes import Connection
 from piecework.server_app.signals import end_on_hangup
 from piecework.training.settings import Settings, SettingsError
@@ -92,6 +94,9 @@ def run(
     superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="train on the nodes of a running SuperLink")] = "",
     root_certificates: Annotated[Path | None, typer.Option(help="the CA of that SuperLink's certificate")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="that SuperLink has no TLS")] = False,
+    ray_address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="with --engine ray: the cluster to join; auto: this machine's")
+    ] = "",
     fail_on_excluded_class: Annotated[
         bool,
         typer.Option("--fail-on-excluded-class", help="exit code 1 where no client of a device class ever trained"),
@@ -102,7 +107,7 @@ def run(
     """Train. Without options: FeDepth on handwritten digits over 20 emulated boards."""
     listen()
     with user_errors(as_json), trace_anew(no_cache):
-        connection = connection_to(superlink, root_certificates, insecure)
+        connection = connection_to(superlink, root_certificates, insecure, ray_address)
         if study or strategies or sweep:
             asked = merge_assignments(assignments, options_given(engine, nodes, output_dir) | named)
             options = options_of_runs(restarts, connection, no_cache)
@@ -115,7 +120,7 @@ def run(
             nodes=nodes,
             output_dir=output_dir,
             named=named,
-            there=bool(connection),
+            connection=connection,
         )
         numbers = seeds_from(seeds, assignments, named, settings)
         summaries = run_seeds(settings, numbers, restarts, as_json, connection)
@@ -127,7 +132,7 @@ def run(
 
 
 def run_seeds(
-    settings: Settings, seeds: list[int], restarts: int, as_json: bool, connection: Connection | None
+    settings: Settings, seeds: list[int], restarts: int, as_json: bool, connection: Connection | RayCluster | None
 ) -> list[dict[str, Any]]:
     """Run each seed and return the summaries. Exits where a signal ended a run, unless it was the last one and complete."""
     summaries: list[dict[str, Any]] = []
@@ -151,7 +156,12 @@ def run_seeds(
 
 
 def run_one(
-    settings: Settings, seed: int, several: bool, restarts: int, as_json: bool, connection: Connection | None
+    settings: Settings,
+    seed: int,
+    several: bool,
+    restarts: int,
+    as_json: bool,
+    connection: Connection | RayCluster | None,
 ) -> tuple[dict[str, Any], int]:
     """Run one seed, with progress on stderr and the summary on stdout.
 
@@ -199,15 +209,12 @@ def show_run(run_dir: "RunDir", summary: dict[str, Any], reason: str, as_json: b
         err.print(Text.assemble((f"{summary['status']}:", "red"), f" {why}"), soft_wrap=True)
 
 
-def how_to_go_on(run_dir: "RunDir", connection: Connection | None) -> str:
+def how_to_go_on(run_dir: "RunDir", connection: Connection | RayCluster | None) -> str:
     """Return the command that resumes a stopped run."""
     if not run_dir.has_begun():
         return "nothing has been written yet: run the same command again"
     command = ["piecework", "run", "--set", f"resume-from={run_dir.path}"]
-    if connection is not None:
-        command += ["--superlink", connection.address]
-        certificates = connection.root_certificates
-        command += ["--root-certificates", str(certificates.resolve())] if certificates else ["--insecure"]
+    command += words_of(connection)
     return f"resume it: {shlex.join(command)}"
 
 

@@ -12,7 +12,7 @@ Values = Mapping[str, Any]
 SHORT = {"rounds": "num-rounds", "nodes": "clients"}  # as the command line's options
 # Options of which errors speak that the command line and Python share; Python's keyword has the same words.
 OPTION = re.compile(
-    r"--(input-shape|classes|precision|budget|dataset|superlink|root-certificates|insecure|preset|nodes|rounds)\b"
+    r"--(input-shape|classes|precision|budget|dataset|superlink|root-certificates|insecure|ray-address|preset|nodes|rounds)\b"
 )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from piecework.api.frames import choose_rows, make_frame
 from piecework.api.keywords import Values, read_keywords, speak_of_keywords
+from piecework.engines.cluster.address import RayCluster
 from piecework.engines.processes import Connection
 from piecework.training.settings import Scalar, Settings, SettingsError
 
@@ -167,7 +168,10 @@ class Outcome:
 
 
 def carry_out(
-    settings: Settings, progress: "ShowsRounds", restarts: int = 0, connection: Connection | None = None
+    settings: Settings,
+    progress: "ShowsRounds",
+    restarts: int = 0,
+    connection: Connection | RayCluster | None = None,
 ) -> Outcome:
     """Run to the end, or to the error or signal that ends it; what was written by then has a summary.
 
@@ -216,6 +220,7 @@ def run(
     superlink: str = "",
     root_certificates: str | Path | None = None,
     insecure: bool = False,
+    ray_address: str = "",
     progress: bool = True,
     **keywords: Any,
 ) -> Run:
@@ -224,8 +229,9 @@ def run(
     Settings are keywords (`num_rounds=5, training={"lr": 0.05}`) or a mapping from their keys
     (`{"training.lr": 0.05}`); `model` may be an `nn.Module`, whose weights are then the initial ones. `preset` is a file or the
     name of a shipped one. `restarts` is how often a crashed run is resumed. With `superlink` (HOST:PORT, and either
-    `root_certificates` or `insecure`) the run uses the devices of a running SuperLink. `progress` shows a line a round on
-    stderr, in a terminal and in a notebook with a bar.
+    `root_certificates` or `insecure`) the run uses the devices of a running SuperLink, and with `ray_address`
+    (`auto` or HOST:PORT) and `engine="ray"` the machines of a Ray cluster. `progress` shows a line a round on stderr, in a
+    terminal and in a notebook with a bar.
 
     On more than one core a script calls this under `if __name__ == "__main__":`, because workers import the script.
 
@@ -239,8 +245,8 @@ def run(
     values = read_keywords(settings, keywords)
     certificate = None if root_certificates is None else Path(root_certificates)
     with speak_of_keywords():
-        connection = connection_to(superlink, certificate, insecure)
-        chosen = settings_from(str(preset), [], named=values, there=bool(connection))
+        connection = connection_to(superlink, certificate, insecure, ray_address)
+        chosen = settings_from(str(preset), [], named=values, connection=connection)
     outcome = carry_out(chosen, choose_progress(chosen.num_rounds, progress), restarts, connection)
     if outcome.signal is not None:
         if outcome.run_dir.has_begun():

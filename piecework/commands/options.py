@@ -11,6 +11,7 @@ from piecework.commands.own_app import find_app
 from piecework.device_profiles.documents import abbreviate, read_toml
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.names import did_you_mean
+from piecework.engines.cluster.address import RayCluster, require_address
 from piecework.engines.processes import Connection
 from piecework.models.imported.source import is_own
 from piecework.server_app.packages import missing_package
@@ -47,7 +48,7 @@ def settings_from(
     nodes: int = 0,
     output_dir: str = "",
     named: Scalars | None = None,
-    there: bool = False,
+    connection: Connection | RayCluster | None = None,
 ) -> Settings:
     """Apply defaults, then the preset, then --set and the options. Paths become absolute, as engines run elsewhere.
 
@@ -55,14 +56,18 @@ def settings_from(
     for settings, by setting; one that contradicts --set raises SettingsError.
 
     With `resume-from`, that run's settings replace the defaults. Otherwise the number of clients defaults to that of the fleet,
-    or 20; to 4 if real processes are started; and to the number of nodes if they are `there` already.
+    or 20; to 4 if real processes are started; and to the number of nodes if the `connection` is to a SuperLink's.
     """
+    there = isinstance(connection, Connection)
     asked_for = merge_assignments(assignments, options_given(engine, nodes, output_dir) | (named or {}))
     app = "" if preset else find_app(asked_for)
     find_entry(str(asked_for.get("strategy", fields()["strategy"].default)))
     if there and asked_for.get("engine", "deployment") != "deployment":
         raise SettingsError(f"engine = {asked_for['engine']} with --superlink: a SuperLink's nodes are real processes")
-    return complete(add_preset(asked_for, preset or app), there=there)
+    settings = complete(add_preset(asked_for, preset or app), there=there)
+    if isinstance(connection, RayCluster) and settings.engine != "ray":
+        raise SettingsError(f"{connection} with engine = {settings.engine}: only --engine ray joins a Ray cluster")
+    return settings
 
 
 def options_given(engine: str, nodes: int, output_dir: str) -> Scalars:
@@ -257,8 +262,17 @@ def parse_assignment(text: str, strategy: str = "") -> tuple[str, Scalar]:
     return key.strip(), value
 
 
-def connection_to(superlink: str, root_certificates: Path | None, insecure: bool) -> Connection | None:
-    """Return where to submit a run, or None to run it here. Raises SettingsError; no TLS must be requested explicitly."""
+def connection_to(
+    superlink: str, root_certificates: Path | None, insecure: bool, ray_address: str = ""
+) -> Connection | RayCluster | None:
+    """Return where to submit a run or which Ray it joins, or None to run it here.
+
+    Raises SettingsError; no TLS must be requested explicitly.
+    """
+    if superlink and ray_address:
+        raise SettingsError(f"--superlink {superlink} contradicts --ray-address {ray_address}: give one of them")
+    if ray_address and not (root_certificates or insecure):
+        return ray_cluster_at(ray_address)
     if not superlink:
         if root_certificates or insecure:
             raise SettingsError(
@@ -273,6 +287,27 @@ def connection_to(superlink: str, root_certificates: Path | None, insecure: bool
     if root_certificates is not None and not root_certificates.is_file():
         raise SettingsError(f"--root-certificates {root_certificates}: no such file")
     return Connection(superlink, root_certificates)
+
+
+def words_of(connection: Connection | RayCluster | None) -> list[str]:
+    """Return the options with which the command line gives a connection."""
+    if connection is None:
+        return []
+    if isinstance(connection, RayCluster):
+        return ["--ray-address", connection.address]
+    certificates = connection.root_certificates
+    trust = ["--root-certificates", str(certificates.resolve())] if certificates else ["--insecure"]
+    return ["--superlink", connection.address, *trust]
+
+
+def ray_cluster_at(address: str) -> RayCluster:
+    """Return the Ray cluster with an address (HOST:PORT, auto, local). Raises SettingsError."""
+    cluster = RayCluster(address)
+    try:
+        require_address(cluster)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    return cluster
 
 
 def seeds_from(seeds: str, assignments: list[str], named: Scalars, settings: Settings) -> list[int]:

@@ -9,7 +9,8 @@ import typer
 from piecework.commands import complete
 from piecework.commands.base import FAILED, Json, err, out, show_lines, user_errors
 from piecework.commands.console import PlainConsole
-from piecework.commands.options import Scalars, parse_seeds
+from piecework.commands.options import Scalars, parse_seeds, words_of
+from piecework.engines.cluster.address import RayCluster
 from piecework.engines.processes import Connection
 from piecework.training.settings import SettingsError
 
@@ -95,15 +96,11 @@ def run_study(
         raise typer.Exit(FAILED)
 
 
-def options_of_runs(restarts: int, connection: Connection | None, no_cache: bool) -> tuple[str, ...]:
+def options_of_runs(restarts: int, connection: Connection | RayCluster | None, no_cache: bool) -> tuple[str, ...]:
     """Return the options of `run` that are no settings, as each run of a study is given them."""
     words = ["--restarts", str(restarts)] if restarts else []
     words += ["--no-cache"] if no_cache else []
-    if connection is not None:
-        certificates = connection.root_certificates
-        words += ["--superlink", connection.address]
-        words += ["--root-certificates", str(certificates.resolve())] if certificates else ["--insecure"]
-    return tuple(words)
+    return (*words, *words_of(connection))
 
 
 def show_page(found: "Study", told: PlainConsole) -> None:

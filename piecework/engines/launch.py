@@ -17,7 +17,7 @@ import tomli_w
 import torch
 
 from piecework.app_folder import app_folder
-from piecework.engines.cluster.address import protect, ray_address, require_cluster
+from piecework.engines.cluster.address import RayCluster, find_cluster, protect, ray_cluster
 from piecework.engines.processes import (
     Connection,
     EngineError,
@@ -60,23 +60,32 @@ class SuperLinkLostError(RuntimeError):
 
 
 def launch(
-    settings: Settings, run_dir: RunDir, on_round: OnRound, restarts: int = 0, connection: Connection | None = None
+    settings: Settings,
+    run_dir: RunDir,
+    on_round: OnRound,
+    restarts: int = 0,
+    connection: Connection | RayCluster | None = None,
 ) -> dict[str, Any]:
     """Run to the end; after a crash resume from the last checkpoint, at most `restarts` times.
 
-    With a `connection` the run is submitted to that SuperLink. Returns the summary. Raises errors that a restart cannot fix,
-    and RunLockedError if another process writes this run.
+    With a `connection` the run is submitted to that SuperLink, or joins that Ray cluster. Returns the summary. Raises errors
+    that a restart cannot fix, and RunLockedError if another process writes this run.
     """
     *_, data, _ = preflight(settings)
     for remark in label_remarks(data):
         LOG.warning("%s", remark)
     require_free(run_dir.path)  # checked before anything is started; the writing process takes the lock itself
-    if not connection and settings.engine == "ray" and ray_address():
-        require_cluster(ray_address())
-    elif not connection:
+    there = connection if isinstance(connection, Connection) else None
+    cluster = None
+    if settings.engine == "ray" and not there:
+        cluster = ray_cluster(connection.address if isinstance(connection, RayCluster) else "")
+    if cluster:
+        find_cluster(cluster)
+    elif not there:
         find_device(settings.training.accelerator)  # the clients will run on this machine
-    engines: dict[str, Engine] = {"local": run_local, "ray": run_ray, "deployment": run_deployment}
-    engine = partial(run_there, connection=connection) if connection else engines[settings.engine]
+    ray = partial(run_ray, cluster=cluster)
+    engines: dict[str, Engine] = {"local": run_local, "ray": ray, "deployment": run_deployment}
+    engine = partial(run_there, connection=there) if there else engines[settings.engine]
     if settings.resume_from and nothing_left(run_dir, settings, find_recovery(run_dir)):
         return run_dir.summary() or {}
     started, earlier = time.monotonic(), run_dir.seconds() if settings.resume_from else 0.0
@@ -130,18 +139,18 @@ def run_local(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
         run_experiment(grid, settings, run_dir, on_round)
 
 
-def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
-    """Run on Ray: one of our own, or the cluster of RAY_ADDRESS."""
+def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound, cluster: RayCluster | None) -> None:
+    """Run on Ray: one of our own, or a cluster."""
     if find_spec("ray") is None:
         raise EngineError("--engine ray needs Ray, which is not installed: pip install 'piecework[simulation]'")
-    if not (address := ray_address()):
+    if cluster is None:
         protect()
     from piecework.engines.cluster.grid import RayGrid
     from piecework.engines.cluster.start import joined_ray, own_ray
 
     gpus = max(1, torch.cuda.device_count()) if settings.training.accelerator == "cuda" else 0
     with (
-        joined_ray(address) if address else own_ray(settings.workers, gpus),
+        joined_ray(find_cluster(cluster)) if cluster else own_ray(settings.workers, gpus),
         RayGrid(settings.clients, settings.to_run_config(), settings.workers) as grid,
     ):
         run_experiment(grid, settings, run_dir, on_round)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from benchmarks import boards, container_piece, containers, durations, prism_step, simulation
 from piecework.cli import app
 from piecework.commands.options import settings_from
+from piecework.engines.processes import Connection
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 Say = Callable[..., str]
@@ -180,4 +181,4 @@ def test_pieces_in_containers(said: Say, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_board(tmp_path: Path) -> None:
     """Its container needs Docker; its settings are ones."""
     words = boards.settings_of("lenet5", tmp_path / "random.npz", 2)
-    assert settings_from("", words[1::2], there=True).strategy == "fedepth"
+    assert settings_from("", words[1::2], connection=Connection("superlink:8000", None)).strategy == "fedepth"

@@ -13,7 +13,8 @@ import typer
 
 from piecework.cli import app
 from piecework.commands.base import SHORTHANDS
-from piecework.commands.options import Scalars, settings_from
+from piecework.commands.options import Scalars, connection_to, settings_from
+from piecework.engines.processes import Connection
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -67,7 +68,11 @@ def require_valid(name: str, *words: str) -> None:
     named = {key: value for key, value in named.items() if value not in (None, "")}
     memory = given.get("memory_model")
     named |= {"memory.model": memory} if memory else {}
-    settings_from(given["preset"], given["assignments"], named=named, there=bool(given.get("superlink")))
+    connection = connection_to("", None, insecure=False, ray_address=given.get("ray_address", ""))
+    if superlink := given.get("superlink"):
+        connection = Connection(superlink, given.get("root_certificates"))
+    engine = given.get("engine", "")
+    settings_from(given["preset"], given["assignments"], engine=engine, named=named, connection=connection)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from piecework.cli import app, how_to_go_on, main
 from piecework.commands.base import TERMINATED
+from piecework.engines.cluster.address import RayCluster
 from piecework.engines.guardian import lives
 from piecework.engines.launch import halt, note_stop
 from piecework.engines.processes import Connection, EngineError, FlowerHome, free_ports, process, wait_until_healthy
@@ -234,5 +235,6 @@ def test_the_command_that_goes_on_has_what_is_no_setting(tmp_path: Path) -> None
     begin = f"resume it: piecework run --set resume-from={run.path}"
     assert how_to_go_on(run, None) == begin
     assert how_to_go_on(run, Connection("host:1", None)) == f"{begin} --superlink host:1 --insecure"
+    assert how_to_go_on(run, RayCluster("auto")) == f"{begin} --ray-address auto"
     secured = how_to_go_on(run, Connection("host:1", Path("/ca.crt")))
     assert secured == f"{begin} --superlink host:1 --root-certificates /ca.crt"

@@ -350,9 +350,10 @@ def test_clean_takes_only_what_clients_of_ended_runs_left(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("address", "code", "why"),
     [
-        ("nonsense", 2, "RAY_ADDRESS = 'nonsense' is not HOST:PORT, ray://HOST:PORT or auto"),
+        ("nonsense", 2, "RAY_ADDRESS = 'nonsense' is not HOST:PORT or auto"),
         ("127.0.0.1:99999", 2, "RAY_ADDRESS = '127.0.0.1:99999' is not"),
-        ("ray://127.0.0.1:FREE", 1, "RAY_ADDRESS = 'ray://127.0.0.1:FREE': no Ray cluster answers there"),
+        ("127.0.0.1:FREE", 1, "RAY_ADDRESS = '127.0.0.1:FREE': no Ray cluster answers there"),
+        ("ray://127.0.0.1:FREE", 2, "RAY_ADDRESS = 'ray://127.0.0.1:FREE': a run is no client of Ray's"),
     ],
 )
 def test_a_ray_cluster_that_is_not_there_is_named_at_once(
@@ -363,6 +364,44 @@ def test_a_ray_cluster_that_is_not_there_is_named_at_once(
     done = CliRunner().invoke(app, ["run", "--engine=ray", "--nodes=2", "--output-dir", str(tmp_path / "runs")])
     assert (done.exit_code, not (tmp_path / "runs").exists()) == (code, True)
     assert why.replace("FREE", port) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "why"),
+    [
+        (["--ray-address=nonsense"], 2, "--ray-address nonsense is not HOST:PORT or auto"),
+        (["--ray-address=ray://head:10001"], 2, "--ray-address ray://head:10001: a run is no client of Ray's"),
+        (["--ray-address=127.0.0.1:FREE"], 1, "--ray-address 127.0.0.1:FREE: no Ray cluster answers there"),
+        (
+            ["--ray-address=auto", "--engine=local"],
+            2,
+            "--ray-address auto with engine = local: only --engine ray joins",
+        ),
+        (
+            ["--ray-address=auto", "--superlink=127.0.0.1:9", "--insecure"],
+            2,
+            "--superlink 127.0.0.1:9 contradicts --ray-address auto: give one of them",
+        ),
+        (["--ray-address=auto", "--insecure"], 2, "--root-certificates and --insecure say how to reach a SuperLink"),
+    ],
+)
+def test_an_option_names_a_ray_cluster_before_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], code: int, why: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "another")
+    port = str(free_ports(1)[0])
+    words = [word.replace("FREE", port) for word in options]
+    call = ["run", "--engine=ray", "--nodes=2", "--output-dir", str(tmp_path / "runs"), *words]
+    done = CliRunner().invoke(app, call)
+    assert (done.exit_code, not (tmp_path / "runs").exists()) == (code, True)
+    assert why.replace("FREE", port) in " ".join(done.stderr.split())
+
+
+def test_python_names_a_ray_cluster_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ray_address auto with engine = local"):
+        piecework.run(ray_address="auto", nodes=2, output_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"ray_address nonsense is not HOST:PORT or auto"):
+        piecework.run(ray_address="nonsense", engine="ray", nodes=2, output_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
