@@ -119,14 +119,19 @@ class RayGrid(OrderedGrid):
         self._waiting[identifier] = Prepared(want, apart, self._arrays.put(buffers), address)
 
     def _feed(self) -> None:
+        full: set[str] = set()  # of nodes: other jobs on the cluster have what memory is left there
         while self._waiting:
             address = next(iter(self._waiting.values())).address
             self._homes.look(address.state_dir, address.experiment)
             wants = [each.want for each in self._waiting.values()]
-            found = choose(wants, [*self._nodes.known.values()], self._homes.places)
-            if found is None or not self._nodes.reserve(found[1], found[0].price):
+            nodes = [node for name, node in self._nodes.known.items() if name not in full]
+            found = choose(wants, nodes, self._homes.places)
+            if found is None:
                 return self._refuse_what_never_fits(wants)
-            self._begin(*found)
+            if self._nodes.reserve(found[1], found[0].price):
+                self._begin(*found)
+            else:
+                full.add(found[1].name)
 
     def _begin(self, want: Want, node: Node, worker: str) -> None:
         prepared = self._waiting.pop(want.identifier)
@@ -170,6 +175,8 @@ class RayGrid(OrderedGrid):
             pending = [*self._calls, *self._nodes.starting]
             left = max(0.0, deadline - time.monotonic())
             found, _ = ray.wait(pending, timeout=min(POLL_SECONDS, left)) if pending else ([], [])
+            if not pending:
+                time.sleep(min(POLL_SECONDS, left))  # for memory that Ray has not given yet, or a node
             if found and found[0] in self._nodes.starting:
                 self._nodes.greet(found[0])
                 self._feed()

@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -28,6 +29,16 @@ WORKER: Any = ray.remote(Worker)
 _list_nodes: Any = ray.nodes
 
 
+@dataclass
+class Reserved:
+    """What Ray keeps for us on a node: `bytes` in `groups`. `asked` is a group of `more` bytes that it has not given yet."""
+
+    bytes: int = 0
+    groups: list[Any] = field(default_factory=list)
+    asked: Any = None
+    more: int = 0
+
+
 class Nodes:
     """The nodes of the cluster, and in `starting` the references of workers that have not said yet that they are there.
 
@@ -45,7 +56,7 @@ class Nodes:
         self._arguments = run_config, clients, node_config, dump_module(run_config), self._checksums
         self._most = workers
         self._actors: dict[str, tuple[Any, str]] = {}  # and the name of the node that each is on
-        self._reserved: dict[str, tuple[int, list[Any]]] = {}
+        self._reserved: dict[str, Reserved] = {}
         self._numbers, self._failed = itertools.count(1), 0
         self._all: dict[str, Mapping[str, Any]] = {}
         self.refresh()
@@ -168,18 +179,21 @@ class Nodes:
     def reserve(self, node: Node, price: int) -> bool:
         """Have Ray keep memory on a node for what trains there and `price` more, so that other jobs see it.
 
-        Returns whether there is as much. Reservations grow and are kept until the end.
+        Returns whether there is as much. Reservations grow and are kept until the end. One that Ray has not given in time
+        waits for the next call: of a group that is removed while it is made, Ray 2.55 keeps the memory for ever.
         """
         needed = sum(node.prices.values()) + price
-        kept, groups = self._reserved.get(node.name, (0, []))
-        if needed <= kept:
-            return True
-        more = -(-(needed - kept) // STEP) * STEP
-        group = placement_group([{"memory": more}], bundle_label_selector=[{"ray.io/node-id": node.name}])
-        if not group.wait(RESERVE_SECONDS):
-            remove_placement_group(group)
-            return False
-        self._reserved[node.name] = kept + more, [*groups, group]
+        held = self._reserved.setdefault(node.name, Reserved())
+        while needed > held.bytes:
+            if held.asked is None:
+                held.more = -(-(needed - held.bytes) // STEP) * STEP
+                selector = [{"ray.io/node-id": node.name}]
+                held.asked = placement_group([{"memory": held.more}], bundle_label_selector=selector)
+            if not held.asked.wait(RESERVE_SECONDS):
+                return False
+            held.bytes += held.more
+            held.groups.append(held.asked)
+            held.asked = None
         return True
 
     def close(self) -> None:
@@ -187,8 +201,8 @@ class Nodes:
         for actor, _ in self._actors.values():
             with suppress(ray.exceptions.RayError):
                 ray.kill(actor)
-        for _, groups in self._reserved.values():
-            for group in groups:
+        for held in self._reserved.values():
+            for group in [*held.groups, *filter(None, [held.asked])]:
                 remove_placement_group(group)
         self._actors.clear()
         self.known.clear()
