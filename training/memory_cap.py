@@ -7,11 +7,14 @@ torch's allocator is also limited to the budget.
 
 import ctypes
 import errno
+import math
 import sys
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -83,19 +86,50 @@ def pause_counting() -> Iterator[None]:
         yield
 
 
+class Heap:
+    """What is true of this process's heap. `spare` are the free bytes that `return_free_memory` leaves in it."""
+
+    spare = 0
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`, in bytes; `fordblks` are free in the heap, those that were returned already among them."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
+
+
+@cache
+def libc_function(name: str, result: type = ctypes.c_int) -> Callable[..., Any] | None:
+    """Return a function of the C library, on Linux, if it has it."""
+    found = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if found is not None:
+        found.restype = result
+    return found
+
+
 def return_free_memory() -> None:
     """Return freed heap pages to the system, so that the resident set shows what is in use (glibc only).
 
-    On a GPU, also return the memory that torch's allocator caches.
+    Where memory is plentiful, up to `Heap.spare` bytes stay for the next client, which would else begin with a page fault for
+    each 4096 bytes of its step. On a GPU, also return the memory that torch's allocator caches.
     """
     release_cache()
-    trim_heap()
+    if not Heap.spare or free_in_heap() > Heap.spare:
+        trim_heap()
+
+
+def free_in_heap() -> float:
+    """Return the bytes that are free in the heap; infinite where that is unknown (glibc before 2.33)."""
+    look = libc_function("mallinfo2", Mallinfo)
+    return math.inf if look is None else look().fordblks
 
 
 def trim_heap() -> None:
     """Return the free pages of glibc's heap to the system."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
+    if (trim := libc_function("malloc_trim")) is not None:
         trim(0)
 
 
@@ -112,11 +146,17 @@ def keep_heap_tight(budget: int, available: int) -> None:
     instead of 12, in the same CPU time.
     """
     _hand_back_from(heap_limit(budget, available))
+    Heap.spare = LARGEST_IN_HEAP if is_plenty(budget, available) else 0
+
+
+def is_plenty(budget: int, available: int) -> bool:
+    """Return whether a device has far more memory available than its budget, both in bytes."""
+    return is_unlimited(budget) or available - budget >= budget + PLENTY
 
 
 def heap_limit(budget: int, available: int) -> int:
     """Return the size (bytes) from which freed blocks leave the resident set, for a budget and available memory in bytes."""
-    if is_unlimited(budget) or available - budget >= budget + PLENTY:
+    if is_plenty(budget, available):
         return min(LARGEST_IN_HEAP, max(8 * 2**20, budget // 32))
     return 2 * 2**20 if available - budget >= SCANT else 2**19
 
@@ -128,13 +168,14 @@ def keep_heap_loose() -> None:
     time in the kernel, which reclaims and clears these pages; with this setting it spent 3 %. `return_free_memory` returns
     the kept memory.
     """
+    Heap.spare = 0
     if not _hand_back_from(2**30):
         _hand_back_from(LARGEST_IN_HEAP)
 
 
 def _hand_back_from(size: int) -> bool:
     """Make glibc return freed blocks of `size` bytes or more, and that much at the heap's end. Returns whether it accepted."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mallopt = libc_function("mallopt")
     return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, size)) and bool(mallopt(M_TRIM_THRESHOLD, size))
 
 
