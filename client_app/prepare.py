@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +155,9 @@ def _read(store: Store, units: list[str], wanted: Callable[[str], bool]) -> Iter
             del array  # frees it before the next one is read
 
 
+fleet_of_run = lru_cache(maxsize=1)(load_fleet)  # the same text for all clients that a process emulates
+
+
 def own_budget(
     settings: Settings,
     task: Task,
@@ -168,7 +171,7 @@ def own_budget(
     if available is not None:
         return measured_budget(available, settings.memory.reserve, message_bytes)
     name = str(context.node_config.get("device", ""))
-    fleet = load_fleet(settings.fleet)
+    fleet = fleet_of_run(settings.fleet)
     state = device_state(fleet, number, clients, settings.seed, task.round, task.reference, name or None)
     return state.budget_bytes
 

@@ -38,18 +38,21 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
         self.allowed, self.where, self.device = allowed, where, device
         self.live = self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._watched: dict[int, weakref.KeyedRef[int, Any]] = {}
 
     def count(self, value: object) -> None:
         """Count the storage of a tensor if it is on the device and not counted yet."""
-        if not isinstance(value, Tensor):
-            return
-        storage = value.untyped_storage()
+        if isinstance(value, Tensor):
+            self._count(value)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
-            if value.device.type != self.device:
+            if tensor.device.type != self.device:
                 return
-            weakref.finalize(storage, self._forget, key).atexit = False
+            self._watched[key] = weakref.KeyedRef(storage, self._forget, key)  # a `finalize` takes three times as long
         elif known >= size:
             return
         self._sizes[key] = size
@@ -59,26 +62,31 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
     def _count_all(self, values: Iterable[object]) -> None:
         # Operators nest no deeper than lists of tensors; torch's pytree, which handles any depth, is slow.
         for value in values:
-            if isinstance(value, list | tuple):
+            if isinstance(value, Tensor):
+                self._count(value)
+            elif isinstance(value, (list, tuple)):  # a union of types takes longer
                 self._count_all(value)
-            else:
-                self.count(value)
 
     def _reach(self, size: int) -> None:
         self.peak = max(self.peak, size)
         if self.allowed is not None and size > self.allowed:
             raise MemoryBudgetExceededError(size, self.allowed, self.where)
 
-    def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key, 0)
+    def _forget(self, gone: "weakref.KeyedRef[int, Any]") -> None:
+        del self._watched[gone.key]
+        self.live -= self._sizes.pop(gone.key)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        self._count_all((*args, *kwargs.values()))
-        result = func(*args, **kwargs)
-        self._count_all((result,))
+        self._count_all(args)
+        if kwargs:
+            self._count_all(kwargs.values())
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._count(result)
+        else:
+            self._count_all((result,))
         if self.device == "cpu" and (workspace := WORKSPACE.get(func)) is not None:
             self._reach(self.live + workspace(args))
         return result

@@ -15,8 +15,9 @@ in-process engine's runs test it, and packing takes that engine no longer than p
 import json
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from io import BytesIO
-from typing import Annotated, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
@@ -121,14 +122,26 @@ def unpack(parcels: ArrayRecord) -> ArrayRecord:
 
 def view(array: Array) -> np.ndarray:
     """Return an unpacked array, read-only and not copied; `Array.numpy` copies it twice. Raises ValueError for other bytes."""
-    head = BytesIO(array.data[: 10 + int.from_bytes(array.data[8:10], "little")])  # where its header ends, in version 1
-    if np.lib.format.read_magic(head) != (1, 0):
+    header = _read_header(bytes(array.data[: 10 + int.from_bytes(array.data[8:10], "little")]))
+    if header is None:
         return array.numpy()
-    shape, in_columns, dtype = np.lib.format.read_array_header_1_0(head)
+    shape, in_columns, dtype, begin = header
     if dtype.hasobject or not math.prod(shape):
         return array.numpy()
-    values = np.frombuffer(array.data, dtype, math.prod(shape), head.tell())
+    values = np.frombuffer(array.data, dtype, math.prod(shape), begin)
     return values.reshape(shape, order="F" if in_columns else "C")
+
+
+@lru_cache(maxsize=256)
+def _read_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int] | None:
+    """Return the shape, order and type in a header of version 1, and where the array begins; None of another version.
+
+    numpy reads it as Python, which takes as long as copying 100 kB.
+    """
+    file = BytesIO(header)
+    if np.lib.format.read_magic(file) != (1, 0):
+        return None
+    return (*np.lib.format.read_array_header_1_0(file), file.tell())
 
 
 def count_bytes(arrays: ArrayRecord) -> int:

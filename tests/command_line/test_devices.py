@@ -19,7 +19,8 @@ from piecework.device_profiles.profile import (
     parse_bytes,
 )
 from piecework.federation.registry import ClientRegistry, Member
-from piecework.training.memory_cap import heap_limit
+from piecework.training import memory_cap
+from piecework.training.memory_cap import free_in_heap, heap_limit, keep_heap_loose, keep_heap_tight, return_free_memory
 from piecework.training.settings.shared import MemorySettings
 
 # ---- bytes
@@ -184,3 +185,35 @@ MiB = 2**20
 def test_less_stays_in_the_heap_where_memory_is_short(budget: int, beside: int, limit: int) -> None:
     """`beside` is the memory that the device has besides the budget."""
     assert heap_limit(budget, budget + beside) == limit
+
+
+@pytest.mark.parametrize(
+    ("beside", "free", "trims"),
+    [
+        (64 * MiB + 2**30, 32 * MiB, 0),  # plenty: the next client finds them
+        (64 * MiB + 2**30, 32 * MiB + 1, 1),
+        (64 * MiB + 2**30 - 1, 1, 1),
+    ],
+)
+def test_freed_memory_stays_for_the_next_client_where_it_is_plentiful(
+    beside: int, free: int, trims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed = []
+    monkeypatch.setattr(memory_cap.Heap, "spare", 0)
+    monkeypatch.setattr(memory_cap, "free_in_heap", lambda: free)
+    monkeypatch.setattr(memory_cap, "trim_heap", lambda: trimmed.append(1))
+    keep_heap_tight(64 * MiB, 64 * MiB + beside)
+    return_free_memory()
+    assert len(trimmed) == trims
+    keep_heap_loose()  # a server returns all when it has evaluated
+    return_free_memory()
+    assert len(trimmed) == trims + 1
+
+
+@pytest.mark.skipif(memory_cap.libc_function("mallinfo2") is None, reason="glibc 2.33 and newer tell what is free")
+def test_what_is_free_in_the_heap_is_known() -> None:
+    keep_heap_loose()  # blocks of this size are in the heap
+    block = bytearray(24 * MiB)
+    before = free_in_heap()
+    del block
+    assert free_in_heap() - before >= 24 * MiB
