@@ -3,14 +3,16 @@
 #   docker build -t piecework .
 #
 # Where wheels come from (docs/containers.md):
-#   PIECEWORK_TORCH  what is installed as torch; it must be a CPU build
-#   PIP_OPTIONS      options for pip, --index-url, --find-links, ...: with them pip installs torch too, and nothing else is asked
-#   BASE             a Debian or Ubuntu image with Python 3.11 or newer, its venv module and pip
+#   PIECEWORK_TORCH   what is installed as torch; it must be a CPU build
+#   PIP_OPTIONS       options for pip, --index-url, --find-links, ...: with them pip installs torch too, and nothing else is asked
+#   PIECEWORK_EXTRAS  extras of Piecework, separated by commas: simulation for a node of a Ray cluster (docs/cluster.md)
+#   BASE              a Debian or Ubuntu image with Python 3.11 or newer, its venv module and pip
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS dependencies
 ARG PIECEWORK_TORCH="torch>=2.11"
 ARG PIP_OPTIONS=""
+ARG PIECEWORK_EXTRAS=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python -m venv --without-pip /opt/piecework
 # torch first and alone: a CUDA build is refused before gigabytes of CUDA libraries are fetched. It would also raise what an
@@ -28,7 +30,7 @@ WORKDIR /app
 COPY pyproject.toml LICENSE ./
 COPY deploy/piecework-health deploy/
 RUN mkdir piecework conf && touch README.md piecework/__init__.py \
- && pip --python /opt/piecework/bin/python install ${PIP_OPTIONS} --editable . \
+ && pip --python /opt/piecework/bin/python install ${PIP_OPTIONS} --editable ".${PIECEWORK_EXTRAS:+[${PIECEWORK_EXTRAS}]}" \
  && rm -rf /app/*
 # Headers, CMake files and test programs of torch (torch_shm_manager is needed where tensors are shared between processes), and
 # the tests of two pure Python libraries: 130 MB that nothing imports.

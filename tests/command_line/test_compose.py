@@ -218,3 +218,16 @@ def test_who_installs_torch(tmp_path: Path, options: str, uv_ends_with: int, cal
     }
     subprocess.run(["sh", "-c", step], check=True, env=environment)
     assert (tmp_path / "called").read_text(encoding="utf-8").splitlines() == called
+
+
+def test_the_nodes_of_a_ray_cluster_share_nothing() -> None:
+    """No folder or volume is in two of them, and none starts without a token."""
+    found = yaml.safe_load((ROOT / "docker-compose.cluster.yml").read_text("utf-8"))["services"]
+    head, worker = found["head"], found["worker"]
+    assert worker["volumes"] == ["/store"]  # of each container's own
+    assert worker["scale"] == "${PIECEWORK_WORKERS:-2}"
+    for node in (head, worker):
+        assert node["mem_limit"] == node["memswap_limit"] == "${PIECEWORK_NODE_MEMORY:-2gb}"
+        assert node["environment"]["RAY_AUTH_MODE"] == "token"
+        assert node["environment"]["RAY_AUTH_TOKEN"].startswith("${RAY_AUTH_TOKEN:?")
+        assert node["read_only"]
