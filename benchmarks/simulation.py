@@ -2,13 +2,16 @@
 
     python benchmarks/simulation.py --data-dir FOLDER [--engines local,ray] [--epochs 1,5] [--rounds 5]
                                     [--dataset fashion-mnist] [--clients 100] [--processes 2]
-    python benchmarks/simulation.py --data-dir FOLDER --server-memory [--strategy fedavg]
+    python benchmarks/simulation.py --data-dir FOLDER --server-memory [--strategy fedavg] [--engines local] [--asked 10,100]
 
 The run is FedAvg with LeNet-5, Fashion-MNIST, 100 clients of 600 images, 10 per round, batch 64. The plain loop is the lower
 bound: two processes of one thread, weights in shared memory, channels_last, torch's own fused SGD, no messages, no memory
-accounting, no records. `--server-memory` instead measures how far the server's resident set grows with 10 and with 100 clients
-per round, and the accounting of a server that distils (`--strategy feddf`: LeNet-5 and cnn3, 2 % of the examples public).
-`--dataset`, `--clients` (a tenth of them per round) and `--processes` make it smaller.
+accounting, no records. MB are those of all processes of an engine at the end of a round, where shared memory counts once; the
+engines' own start and first round are in `first`, in seconds.
+
+`--server-memory` instead measures how far the server's resident set grows with so many clients per round (`--asked`, a tenth of
+them and all by default), the seconds per client, and the accounting of a server that distils (`--strategy feddf`: LeNet-5 and
+cnn3, 2 % of the examples public). `--dataset`, `--clients` (a tenth of them per round) and `--processes` make it smaller.
 """
 
 import argparse
@@ -17,10 +20,13 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import torch
 import torch.multiprocessing as mp
 from torch.nn import functional as F
@@ -111,10 +117,25 @@ def plain(folder: Path, work: Load, epochs: int, rounds: int) -> list[float]:
     return seconds[1:]
 
 
-def engine_rounds(
-    engine: str, work: Load, epochs: int, rounds: int, output: Path, strategy: str = "fedavg"
-) -> list[dict]:
-    """Return the records of an engine's rounds, without the first, a warm-up."""
+class Rounds(NamedTuple):
+    """The records of an engine's rounds, without the first, a warm-up; seconds until that ended, and the most bytes in use."""
+
+    records: list[dict]
+    first: float
+    bytes: int
+
+
+def family_bytes() -> int:
+    """Return the bytes that this process and its descendants hold; what several of them share counts once."""
+    found = 0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with suppress(psutil.Error):
+            found += process.memory_full_info().pss
+    return found
+
+
+def engine_rounds(engine: str, work: Load, epochs: int, rounds: int, output: Path, strategy: str = "fedavg") -> Rounds:
+    """Run an engine."""
     settings = Settings.from_run_config(
         {
             "engine": engine,
@@ -140,21 +161,28 @@ def engine_rounds(
         }
         | (DISTILS if strategy == "feddf" else {})
     )
-    run_dir = RunDir(output / settings.run_name)
-    launch(settings, run_dir, lambda record: None)
-    return run_dir.rounds()[1:]
+    run_dir, started = RunDir(output / settings.run_name), time.perf_counter()
+    ends, used = list[float](), list[int]()
+
+    def note(record: dict) -> None:
+        ends.append(time.perf_counter() - started)
+        used.append(family_bytes())
+
+    launch(settings, run_dir, note)
+    return Rounds(run_dir.rounds()[1:], ends[0], max(used))
 
 
-def server_memory(work: Load, output: str, strategy: str) -> dict[str, int]:
-    """Return bytes for runs of three rounds (local engine).
+def server_memory(engine: str, work: Load, output: str, strategy: str) -> dict[str, float]:
+    """Return bytes for runs of three rounds.
 
     They are the resident set after a first run, how far the server grows over a second one, and the peak of its own accounting
-    if it distils.
+    if it distils. The seconds per client are the median of the second run's.
     """
-    engine_rounds("local", work, 1, 2, Path(output) / "first", strategy)
+    engine_rounds(engine, work, 1, 2, Path(output) / "first", strategy)
     resident = ResidentPeak()
-    rounds = engine_rounds("local", work, 1, 2, Path(output) / "second", strategy)
-    found = {"start": resident.start_bytes, "growth": resident.peak_bytes() - resident.start_bytes}
+    rounds = engine_rounds(engine, work, 1, 2, Path(output) / "second", strategy).records
+    found: dict[str, float] = {"start": resident.start_bytes, "growth": resident.peak_bytes() - resident.start_bytes}
+    found["seconds_a_client"] = round(statistics.median(each["train_seconds"] for each in rounds) / work.asked, 4)
     if strategy == "feddf":
         found["server_peak"] = max(record["server_peak"] for record in rounds)
     return found
@@ -165,7 +193,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=lambda text: str(Path(text).resolve()), default="", help="of --dataset")
     parser.add_argument("--dataset", default="fashion-mnist")
-    parser.add_argument("--engines", default="local,ray")
+    parser.add_argument("--engines", default="", help="local,ray, or local with --server-memory")
+    parser.add_argument("--asked", default="", help="clients per round, with --server-memory")
     parser.add_argument("--epochs", default="1,5")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=100)
@@ -178,21 +207,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         output = Path(temporary)
         if options.server_memory:
-            for asked in (
-                whole.asked,
-                whole.clients,
-            ):  # in a process each: memory kept by a heap would count for the next
+            counts = [int(each) for each in options.asked.split(",") if each] or [whole.asked, whole.clients]
+            for engine, asked in product((options.engines or "local").split(","), counts):
+                # in a process each: memory kept by a heap would count for the next
                 with ProcessPoolExecutor(1, mp.get_context("spawn")) as pool:
-                    runs = whole._replace(asked=asked), str(output / str(asked)), options.strategy
-                    print(json.dumps({"clients": asked} | pool.submit(server_memory, *runs).result()), flush=True)
+                    runs = engine, whole._replace(asked=asked), str(output / f"{engine}-{asked}"), options.strategy
+                    found = pool.submit(server_memory, *runs).result()
+                    print(json.dumps({"engine": engine, "clients": asked} | found), flush=True)
             return
         for epochs in map(int, options.epochs.split(",")):
             floor = statistics.median(plain(folder, whole, epochs, options.rounds))
             row = {"epochs": epochs, "plain": round(floor, 3)}
-            for engine in options.engines.split(","):
+            for engine in (options.engines or "local,ray").split(","):
                 rounds = engine_rounds(engine, whole, epochs, options.rounds, output)
-                median = statistics.median(record["train_seconds"] for record in rounds)
+                median = statistics.median(record["train_seconds"] for record in rounds.records)
                 row |= {engine: round(median, 3), f"{engine} speed": round(floor / median, 3)}
+                row |= {f"{engine} first": round(rounds.first, 1), f"{engine} MB": round(rounds.bytes / 1e6)}
             print(json.dumps(row), flush=True)
 
 
