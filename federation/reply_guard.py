@@ -46,6 +46,8 @@ class WaitingGrid(Protocol):
 class ForeseeingGrid(Protocol):
     """A grid that is told for how many seconds its nodes will compute, so that it can begin with what takes longest."""
 
+    in_flight: int
+
     def expect(self, seconds: Mapping[int, float], /) -> None: ...
 
 
@@ -87,6 +89,11 @@ class ReplyGuard(Grid):
         """Tell a grid that waits for replies until when, as a time of the monotonic clock."""
         if isinstance(self.grid, WaitingGrid):
             self.grid.answer_by(deadline)
+
+    @property
+    def in_flight(self) -> int:
+        """How many messages the grid would have unanswered at once; 0 = it does not say."""
+        return self.grid.in_flight if isinstance(self.grid, ForeseeingGrid) else 0
 
     def expect(self, seconds: Mapping[int, float]) -> None:
         """Tell a grid that can begin with what takes longest for how many seconds nodes will compute."""

@@ -35,6 +35,8 @@ class OrderedGrid(Grid):
     A subclass starts what waits (`_feed`), takes in one event (`_collect`), and gives up what a worker has (`_abandon`).
     """
 
+    _feeds_at_once = True
+
     def __init__(self, clients: int) -> None:
         identify(SERVER)
         self._clients = clients
@@ -107,7 +109,8 @@ class OrderedGrid(Grid):
             self._order[identifier] = message.metadata, self._deadline
             self._wait(identifier, message)
             identifiers.append(identifier)
-            self._feed()
+            if self._feeds_at_once:
+                self._feed()
         return identifiers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

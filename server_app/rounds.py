@@ -65,9 +65,8 @@ class Run:
         self.registry = ClientRegistry(fleet, settings.seed, settings.clients, settings.memory, packages=needed)
         self.registry.expected = expected_of(settings)
         self.registry.bound = {int(client): name for client, name in self.values.get("node-names", {}).items()}
-        self.transport = Transport(
-            self.grid, settings.messages.max_in_flight or default_in_flight(settings), settings.messages.round_timeout
-        )
+        in_flight = settings.messages.max_in_flight or self.grid.in_flight or default_in_flight(settings)
+        self.transport = Transport(self.grid, in_flight, settings.messages.round_timeout)
         state_dir = settings.state_dir or str(run_dir.path / "clients")  # for the stores of emulated clients
         reference = blueprint_for(settings.with_values({"architecture.width": 1.0}), self.data)
         # A resumed run may have more rounds, but its learning rates follow the schedule of the first start.

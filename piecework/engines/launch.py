@@ -1,4 +1,4 @@
-"""Start a run on one of three engines and follow it: in this process, on Flower's Ray simulation, or as real processes.
+"""Start a run on one of three engines and follow it: in this process, on Ray, or as real processes.
 
 Flower's two engines get a private FLWR_HOME, private ports and a fixed environment: `flwr run` alone would reuse any SuperLink
 that answers, freeze its environment, reinstall dependencies, and return 0 for a failed run.
@@ -151,7 +151,8 @@ def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound, cluster: Ray
     gpus = max(1, torch.cuda.device_count()) if settings.training.accelerator == "cuda" else 0
     with (
         joined_ray(find_cluster(cluster)) if cluster else own_ray(settings.workers, gpus),
-        RayGrid(settings.clients, settings.to_run_config(), settings.workers) as grid,
+        # How many work on a cluster is for Ray to say, node by node: `workers` are those of this machine.
+        RayGrid(settings.clients, settings.to_run_config(), 0 if cluster else settings.workers) as grid,
     ):
         run_experiment(grid, settings, run_dir, on_round)
         grid.bring_home()

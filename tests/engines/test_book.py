@@ -70,6 +70,7 @@ def test_what_died_on_a_node_goes_to_another_if_there_is_one() -> None:
     again = Want("x", 0, GB, 1.0, avoided="b")
     assert names(choose([again], [node("a", 2 * GB), node("b", 9 * GB)], {})) == ("x", "a", "a0")
     assert names(choose([again], [node("b", 9 * GB)], {})) == ("x", "b", "b0")
+    assert names(choose([again], [node("small", GB // 2), node("b", 9 * GB)], {})) == ("x", "b", "b0")
 
 
 @pytest.mark.parametrize(

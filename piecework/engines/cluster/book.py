@@ -86,9 +86,10 @@ def choose(waiting: Iterable[Want], nodes: Collection[Node], homes: dict[int, st
     found: tuple[tuple[bool, float], Want, Node, str] | None = None
     for want in waiting:
         home = homes.get(want.client)
-        for node in nodes:
+        able = [node for node in nodes if node.name != want.avoided and node.could_ever_take(want.price)]
+        for node in able or nodes:
             idle = node.idle
-            if not idle or want.price > node.free or (node.name == want.avoided and len(nodes) > 1):
+            if not idle or want.price > node.free:
                 continue
             rank = (home is None or home == node.place, want.seconds)
             if (

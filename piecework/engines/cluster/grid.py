@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import ray
 from flwr.app import Error, Message
 
-from piecework.client_app.disk import StorageError
 from piecework.engines.cluster.book import Node, Want, choose, price_of
 from piecework.engines.cluster.homes import Homes
 from piecework.engines.cluster.nodes import Nodes
@@ -41,12 +40,16 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A message as it waits: what it needs, what is sent, its objects by digest, and where its client keeps its files."""
+    """A message as it waits: what it needs, what is sent, its objects by digest, and where its client keeps its files.
+
+    `trains` says that its answer enters a record of training, where a remark is read.
+    """
 
     want: Want
     message: Apart
     digests: list[bytes]
     address: Address
+    trains: bool
 
 
 class Call(NamedTuple):
@@ -61,6 +64,8 @@ class RayGrid(OrderedGrid):
 
     `node_config` is added to the nodes' partition ids, as on the in-process grid.
     """
+
+    _feeds_at_once = False  # but when replies are asked for: by then the longest of them are known
 
     def __init__(
         self,
@@ -98,10 +103,12 @@ class RayGrid(OrderedGrid):
 
     def bring_home(self) -> None:
         """Bring the states of clients that lie on other machines to the run's folder."""
-        try:
-            self._homes.bring_all()
-        except (OSError, StorageError, ray.exceptions.RayError) as error:
-            LOG.warning("the clients' states stay on the nodes of the cluster: %s", error)
+        self._homes.bring_all()
+
+    @property
+    def in_flight(self) -> int:
+        """How many messages may be unanswered: two for each worker."""
+        return max(4, 2 * self._nodes.count)
 
     def _wait(self, identifier: str, message: Message) -> None:
         """Take a message apart: what is waiting takes little memory here, and its arrays lie where Ray shares them."""
@@ -116,22 +123,31 @@ class RayGrid(OrderedGrid):
         seconds = self._expected.get(message.metadata.dst_node_id, 0.0)
         apart, buffers = take_apart(message)
         want = Want(identifier, client, price, seconds)
-        self._waiting[identifier] = Prepared(want, apart, self._arrays.put(buffers), address)
+        trains = message.metadata.message_type == "train"
+        self._waiting[identifier] = Prepared(want, apart, self._arrays.put(buffers), address, trains)
 
     def _feed(self) -> None:
         full: set[str] = set()  # of nodes: other jobs on the cluster have what memory is left there
         while self._waiting:
             address = next(iter(self._waiting.values())).address
             self._homes.look(address.state_dir, address.experiment)
-            wants = [each.want for each in self._waiting.values()]
-            nodes = [node for name, node in self._nodes.known.items() if name not in full]
+            if address.experiment and not self._nodes.all_came(self._homes.asked):
+                return None  # a state may lie on a node that has not said so yet
+            busy = {each.want.client for each in self._begun.values()}
+            wants = [each.want for each in self._waiting.values() if each.want.client not in busy]
+            nodes = [
+                node
+                for name, node in self._nodes.known.items()
+                if name not in full and (self._homes.asked(name) or not address.experiment)
+            ]
             found = choose(wants, nodes, self._homes.places)
             if found is None:
-                return self._refuse_what_never_fits(wants)
+                return self._make_room(wants)
             if self._nodes.reserve(found[1], found[0].price):
                 self._begin(*found)
             else:
                 full.add(found[1].name)
+        return None
 
     def _begin(self, want: Want, node: Node, worker: str) -> None:
         prepared = self._waiting.pop(want.identifier)
@@ -141,21 +157,24 @@ class RayGrid(OrderedGrid):
         if prepared.address.experiment:
             folder, state, note = self._homes.prepare(want.client, node)
         references = self._arrays.references(prepared.digests)
-        job = Job(prepared.message, references, want.client, *prepared.address, folder, state, note)
+        fresh = want.client not in self._homes.places
+        job = Job(prepared.message, references, want.client, fresh, *prepared.address, folder, state, note)
         call = self._nodes.actor(worker).answer.remote(job)
         self._calls[call] = Call(worker, want.identifier)
 
-    def _refuse_what_never_fits(self, wants: list[Want]) -> None:
-        """Answer messages that are too large for each node, if all nodes are ready and none of them trains."""
+    def _make_room(self, wants: list[Want]) -> None:
+        """If all workers are idle and nothing fits beside them: end some of them, or refuse what is too large for each node."""
         nodes = self._nodes.known.values()
         if not self._nodes.ready or self._calls:
             return
         for want in wants:
-            if not any(node.could_ever_take(want.price) for node in nodes):
-                most = max(node.memory for node in nodes)
-                reason = f"it takes {want.price:,} bytes beside its worker's own; the largest node of Ray has {most:,}"
-                self._arrays.release(self._waiting.pop(want.identifier).digests)
-                self._fail(want.identifier, Error(2, reason))
+            able = [node for node in nodes if node.could_ever_take(want.price)]
+            if able:
+                return self._nodes.retire(max(able, key=lambda node: node.memory), want.price)
+            most = max((node.memory for node in nodes), default=0)
+            reason = f"it takes {want.price:,} bytes beside its worker's own; the largest node of Ray has {most:,}"
+            self._arrays.release(self._waiting.pop(want.identifier).digests)
+            self._fail(want.identifier, Error(2, reason))
 
     def _has(self, identifier: str) -> bool:
         return identifier in self._done or identifier in self._answered
@@ -168,6 +187,7 @@ class RayGrid(OrderedGrid):
 
     def _collect(self, deadline: float) -> bool:
         """Take in what a worker says, or that one died, waiting for it until `deadline`."""
+        self._feed()
         while True:
             self._nodes.require_some()
             if not self._nodes.ready:
@@ -208,8 +228,9 @@ class RayGrid(OrderedGrid):
             node.prices.pop(worker, None)
         prepared = self._begun.pop(identifier)
         self._arrays.release(prepared.digests)
-        if prepared.address.experiment and node is not None:
-            self._homes.note(prepared.want.client, node, keeps=answered.keeps)
+        self._again.discard(identifier)
+        if prepared.address.experiment:
+            self._homes.note(prepared.want.client, node, answered.rounds, trained=prepared.trains)
         self._answered[identifier] = answered
 
     def _lose(self, worker: str, identifier: str, error: ray.exceptions.RayError) -> None:

@@ -17,6 +17,8 @@ from piecework.engines.cluster.nodes import Nodes
 from piecework.engines.cluster.travel import Packed, drop, held_clients, pack, unpack
 from piecework.engines.cluster.worker import drop_there, pack_there
 
+LOOK_SECONDS = 30.0
+LOST = "its state was on a node of the cluster that is gone, starts without a state"
 LOG = logging.getLogger("piecework")
 
 
@@ -43,15 +45,23 @@ class Homes:
             for client, rounds in held_clients(self._root / experiment).items():
                 self._found(client, HEAD, rounds)
         for name in self.nodes.known.keys() - self._folders.keys():
-            if (actor := self.nodes.any_actor(name)) is not None:
-                self._ask(name, actor)
+            if (worker := next(iter(self.nodes.known[name].idle), None)) is not None:
+                self._ask(name, worker)
+
+    def asked(self, name: str) -> bool:
+        """Whether it is known where a node keeps clients' folders."""
+        return name in self._folders
 
     @property
     def _mark(self) -> Path:
         return self._root / f".head-{self._secret[:8]}"
 
-    def _ask(self, name: str, actor: Any) -> None:
-        found = ray.get(actor.look.remote(str(self._mark), self._secret, self._experiment))
+    def _ask(self, name: str, worker: str) -> None:
+        look = self.nodes.actor(worker).look.remote(str(self._mark), self._secret, self._experiment)
+        try:
+            found = ray.get(look, timeout=LOOK_SECONDS)
+        except ray.exceptions.RayError:  # it died, or is suspended
+            return self.nodes.replace(worker)
         self._folders[name] = found.folder
         self.nodes.known[name].place = name if found.folder else HEAD
         for client, rounds in found.clients.items() if found.folder else ():
@@ -69,8 +79,9 @@ class Homes:
         elsewhere, and a remark if it is lost.
         """
         folder, home = self._folders.get(node.name, ""), self.places.get(client)
+        self._moves.pop(client, None)
         if home is None:
-            return folder, None, self._lost.pop(client, "")
+            return folder, None, self._lost.get(client, "")
         if home == node.place:
             return folder, None, ""
         self._moves[client] = home
@@ -78,7 +89,7 @@ class Homes:
             return folder, self._pack(client, home), ""
         try:  # to the run's folder, where the node sees it
             note = unpack(ray.get(self._pack(client, home)), self._root / self._experiment / str(client))
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, OSError) as error:
             note = f"its state on {self.nodes.address(home)} is lost: {type(error).__name__}"
         return folder, None, note
 
@@ -93,13 +104,21 @@ class Homes:
         task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
         return task.remote(self._folders[name], self._experiment, client)
 
-    def note(self, client: int, node: Node, *, keeps: bool) -> None:
-        """Note that a client trained on a node: what it `keeps` lies there, and where it came from it is removed."""
+    def note(self, client: int, node: Node | None, rounds: tuple[int, ...] | None, *, trained: bool) -> None:
+        """Note that a client did a task on a node, and of which `rounds` it has states there (None: it keeps nothing).
+
+        Where its folder came from, it is removed. If the node has just gone, so has what the client kept there.
+        """
         moved = self._moves.pop(client, None)
         self.places.pop(client, None)
-        if keeps:
-            self.places[client] = node.place
-        if moved == HEAD:
+        if trained:
+            self._lost.pop(client, None)
+        if node is None:
+            self._lost[client] = LOST
+            return
+        if rounds is not None:
+            self.places[client], self._rounds[client] = node.place, rounds
+        if moved == HEAD and node.place != HEAD:
             drop(self._root / self._experiment / str(client))
         elif moved in self.nodes.known and moved != node.place:
             self._there(drop_there, moved, client)
@@ -111,17 +130,20 @@ class Homes:
             del self._folders[name]
         for client in [client for client, place in self.places.items() if place in gone]:
             del self.places[client]
-            self._lost[client] = "its state was on a node of the cluster that is gone, starts without a state"
+            self._lost[client] = LOST
 
     def bring_all(self) -> None:
-        """Bring all states that lie elsewhere to the run's folder. Raises OSError or RayError."""
+        """Bring all states that lie elsewhere to the run's folder; one that cannot come stays, and the log says so."""
         for client, home in sorted(self.places.items()):
             if home != HEAD and home in self.nodes.known:
-                packed: Packed = ray.get(self._pack(client, home))
-                if wrong := unpack(packed, self._root / self._experiment / str(client)):
-                    LOG.warning("client %d: %s", client, wrong)
+                try:
+                    packed: Packed = ray.get(self._pack(client, home))
+                    wrong = unpack(packed, self._root / self._experiment / str(client))
+                except (OSError, ray.exceptions.RayError) as error:
+                    wrong = str(error).splitlines()[0]
+                if wrong:
+                    LOG.warning("the state of client %d stays on node %s: %s", client, self.nodes.address(home), wrong)
                     continue
-                self._moves[client] = home
                 self.places[client] = HEAD
                 self._there(drop_there, home, client)
 

@@ -2,7 +2,9 @@
 
 import itertools
 import logging
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +24,8 @@ from piecework.training.settings import Settings
 from piecework.training.setup import prepare_dataset
 
 STEP = 2**26  # bytes by which reservations grow
-RESERVE_SECONDS = 0.5
+RESERVE_SECONDS = 0.1
+PATIENCE_SECONDS = 60.0  # until a node that has not started a worker is not waited for any more
 MOST_STARTS = 3  # of workers that die before they could train, one after another
 LOG = logging.getLogger("piecework")
 WORKER: Any = ray.remote(Worker)
@@ -57,9 +60,12 @@ class Nodes:
         self._most = workers
         self._actors: dict[str, tuple[Any, str]] = {}  # and the name of the node that each is on
         self._reserved: dict[str, Reserved] = {}
-        self._numbers, self._failed = itertools.count(1), 0
+        self._numbers = itertools.count(1)
+        self._failed: Counter[str] = Counter()
+        self._refused: set[str] = set()
         self._all: dict[str, Mapping[str, Any]] = {}
         self.refresh()
+        self._first, self._begun = {*self.known}, time.monotonic()
 
     def refresh(self) -> None:
         """Start workers on nodes that came, and forget nodes that went."""
@@ -71,11 +77,26 @@ class Nodes:
             self._actors = {worker: found for worker, found in self._actors.items() if found[1] != name}
         for name in self._all.keys() - self.known.keys():
             resources = self._all[name]["Resources"]
-            if (cores := int(resources.get("CPU", 0))) < 1:
+            cores, lacks = int(resources.get("CPU", 0)), self._on_gpus and resources.get("GPU", 0) < 1
+            if cores < 1 or lacks or name in self._refused:
                 continue
             self.known[name] = node = Node(name, int(resources.get("memory", 0)))
-            for _ in range(max(1, min(cores, self._most or cores, node.memory // FLOOR))):
+            for _ in range(max(1, min(cores, self._most or cores, node.memory // (2 * FLOOR)))):
                 self._start(name)
+
+    @property
+    def _on_gpus(self) -> bool:
+        return self._settings.training.accelerator == "cuda"
+
+    @property
+    def count(self) -> int:
+        """How many workers there are."""
+        return len(self._actors)
+
+    def all_came(self, asked: Callable[[str], bool]) -> bool:
+        """Whether all nodes that were there at first were `asked`, or are gone, or take too long to start a worker."""
+        late = time.monotonic() > self._begun + PATIENCE_SECONDS
+        return late or all(asked(name) for name in self._first & self.known.keys())
 
     def address(self, name: str) -> str:
         """Return a node's host, for the user."""
@@ -95,7 +116,7 @@ class Nodes:
     def _gpu_fraction(self, name: str) -> float:
         """Return the part of a GPU that each worker of a node gets, so that they spread evenly over all."""
         resources = self._all[name]["Resources"]
-        if self._settings.training.accelerator != "cuda":
+        if not self._on_gpus:
             return 0.0
         cores = int(resources.get("CPU", 0))
         return gpu_fraction(min(cores, self._most or cores), int(resources.get("GPU", 0)))
@@ -103,7 +124,7 @@ class Nodes:
     def greet(self, reference: Any) -> None:
         """Take in a worker that has started, with the data set if its node has none.
 
-        Raises EngineError for a node that has other software, or cannot keep the data.
+        Raises EngineError for a node that has other software, or cannot keep the data. One that came later is left out.
         """
         worker = self.starting.pop(reference)
         actor, name = self._actors.get(worker, (None, ""))
@@ -114,17 +135,35 @@ class Nodes:
             require_same(greeting.host, greeting.software)
             if not greeting.data and (why := ray.get(actor.take_data.remote(self._files()))):
                 raise EngineError(f"node {greeting.host}: {why}")
-        except ray.exceptions.RayTaskError as error:
-            raise EngineError(f"no worker starts on {self.address(name)}: {_last_line(error)}") from None
+        except (ray.exceptions.RayTaskError, EngineError) as error:
+            own = isinstance(error, EngineError)
+            return self._refuse(name, str(error) if own else f"no worker starts there: {_last_line(error)}")
         except ray.exceptions.RayError as error:
-            return self._note_failure(worker, error)
-        self._failed = 0
+            return self._note_failure(worker, name, error)
+        self._failed.pop(name, None)
         node.floors[worker] = max(FLOOR, greeting.bytes)
         self.processes[worker] = greeting.process
 
-    def _note_failure(self, worker: str, error: ray.exceptions.RayError) -> None:
-        self._failed += 1
-        if self._failed >= MOST_STARTS:
+    def _refuse(self, name: str, why: str) -> None:
+        """Leave out a node. Raises EngineError if it was there at first."""
+        if name in self._first:
+            raise EngineError(f"{self.address(name)}: {why}")
+        LOG.warning("node %s of the Ray cluster is left out: %s", self.address(name), why)
+        self._refused.add(name)
+        for worker in [worker for worker, (_, node) in self._actors.items() if node == name]:
+            with suppress(ray.exceptions.RayError):
+                ray.kill(self._actors.pop(worker)[0])
+        self.known.pop(name, None)
+
+    def _note_failure(self, worker: str, name: str, error: ray.exceptions.RayError) -> None:
+        self.refresh()
+        if name not in self.known:
+            return
+        self._failed[name] += 1
+        if self._failed[name] >= MOST_STARTS:
+            if len(self.known) > 1:
+                self._first.discard(name)
+                return self._refuse(name, _last_line(error))
             raise RunAbortedError(f"workers of Ray end before they can train: {_last_line(error)}")
         self.replace(worker)
 
@@ -159,10 +198,6 @@ class Nodes:
         """Return the node that a worker is on; None if that is gone."""
         return self.known.get(self._actors[worker][1]) if worker in self._actors else None
 
-    def any_actor(self, name: str) -> Any:
-        """Return a worker of a node that has started; None if there is none."""
-        return next((self._actors[worker][0] for worker in self.known[name].floors), None)
-
     def replace(self, worker: str) -> None:
         """End a worker, if it still lives, and start another one on its node, if that still lives."""
         if worker not in self._actors:
@@ -176,6 +211,14 @@ class Nodes:
             self.known[name].prices.pop(worker, None)
             self._start(name)
 
+    def retire(self, node: Node, price: int) -> None:
+        """End idle workers of a node until a message of this price fits beside those that are left."""
+        while node.free < price and len(node.idle) > 1:
+            worker = node.idle[-1]
+            node.floors.pop(worker)
+            with suppress(ray.exceptions.RayError):
+                ray.kill(self._actors.pop(worker)[0])
+
     def reserve(self, node: Node, price: int) -> bool:
         """Have Ray keep memory on a node for what trains there and `price` more, so that other jobs see it.
 
@@ -186,7 +229,8 @@ class Nodes:
         held = self._reserved.setdefault(node.name, Reserved())
         while needed > held.bytes:
             if held.asked is None:
-                held.more = -(-(needed - held.bytes) // STEP) * STEP
+                missing, most = needed - held.bytes, node.memory - sum(node.floors.values()) - held.bytes
+                held.more = max(missing, min(-(-missing // STEP) * STEP, most))
                 selector = [{"ray.io/node-id": node.name}]
                 held.asked = placement_group([{"memory": held.more}], bundle_label_selector=selector)
             if not held.asked.wait(RESERVE_SECONDS):

@@ -22,6 +22,7 @@ from piecework.engines.cluster.travel import (
     node_folder,
     pack,
     shares,
+    state_rounds,
     unpack,
 )
 from piecework.federated_data.datasets import DatasetError
@@ -52,12 +53,13 @@ class Job(NamedTuple):
     """A message for a worker. `references` are its larger arrays, `state` is a reference of the client's packed folder.
 
     `root` is the run's folder of clients, and `folder` the node's own, if it does not see that. `note` is a remark for the
-    records.
+    records. What a `fresh` client has on the node is older than a state that is lost, or of a run that ended.
     """
 
     message: Apart
     references: list[Any]
     client: int
+    fresh: bool
     root: str = ""
     experiment: str = ""
     folder: str = ""
@@ -71,11 +73,11 @@ class Job(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """A reply, taken apart, and whether the client keeps something on the node."""
+    """A reply, taken apart, and the rounds of the states that the client keeps on the node; None if it keeps nothing."""
 
     message: Apart
     arrays: list[np.ndarray]
-    keeps: bool
+    rounds: tuple[int, ...] | None
 
 
 class Worker:
@@ -126,6 +128,8 @@ class Worker:
         """Run the ClientApp on a message."""
         message = put_together(job.message, ray.get(job.references), copied=False)
         note = job.note
+        if job.fresh and job.folder:
+            drop(job.place)
         if job.state is not None:
             note = self._take_state(job)
         own = self.node_config
@@ -136,7 +140,8 @@ class Worker:
             outcome = reply.content.config_records["outcome"]
             outcome["note"] = "; ".join(filter(None, (note, str(outcome["note"]))))
         apart, buffers = take_apart(reply)
-        return Answered(apart, as_arrays(buffers), bool(job.experiment) and keeps(job.place))
+        kept = job.experiment and keeps(job.place)
+        return Answered(apart, as_arrays(buffers), state_rounds(job.place) if kept else None)
 
     def _take_state(self, job: Job) -> str:
         """Put a client's state that comes from another node into its folder. Returns a remark if it is lost."""
