@@ -35,8 +35,6 @@ class OrderedGrid(Grid):
     A subclass starts what waits (`_feed`), takes in one event (`_collect`), and gives up what a worker has (`_abandon`).
     """
 
-    _feeds_at_once = True
-
     def __init__(self, clients: int) -> None:
         identify(SERVER)
         self._clients = clients
@@ -51,6 +49,10 @@ class OrderedGrid(Grid):
     def _wait(self, identifier: str, message: Message) -> None:
         """Queue a message, as its worker will get it."""
         raise NotImplementedError
+
+    def _pushed(self) -> None:
+        """Take in that a message waits."""
+        self._feed()
 
     def _feed(self) -> None:
         """Hand waiting messages to idle workers."""
@@ -109,8 +111,7 @@ class OrderedGrid(Grid):
             self._order[identifier] = message.metadata, self._deadline
             self._wait(identifier, message)
             identifiers.append(identifier)
-            if self._feeds_at_once:
-                self._feed()
+            self._pushed()
         return identifiers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

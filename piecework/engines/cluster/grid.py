@@ -65,8 +65,6 @@ class RayGrid(OrderedGrid):
     `node_config` is added to the nodes' partition ids, as on the in-process grid.
     """
 
-    _feeds_at_once = False  # but when replies are asked for: by then the longest of them are known
-
     def __init__(
         self,
         clients: int,
@@ -125,6 +123,13 @@ class RayGrid(OrderedGrid):
         want = Want(identifier, client, price, seconds)
         trains = message.metadata.message_type == "train"
         self._waiting[identifier] = Prepared(want, apart, self._arrays.put(buffers), address, trains)
+
+    def _pushed(self) -> None:
+        """Take in replies that have come meanwhile, and begin what waits; the first messages wait for the longest of them."""
+        if self._calls:
+            for reference in ray.wait([*self._calls], num_returns=len(self._calls), timeout=0)[0]:
+                self._settle(reference)
+            self._feed()
 
     def _feed(self) -> None:
         full: set[str] = set()  # of nodes: other jobs on the cluster have what memory is left there
