@@ -26,7 +26,7 @@ from piecework.device_profiles.plugins import refuse_exit
 from piecework.device_profiles.profile import usable_cpus
 from piecework.federation.errors import RunAbortedError
 from piecework.models.imported.objects import is_object
-from piecework.server_app.ordered_grid import FIRST_NODE, SERVER, OrderedGrid, identify
+from piecework.server_app.ordered_grid import SERVER, OrderedGrid, client_of, identify
 from piecework.server_app.signals import end_with_parent, without_interrupts
 
 READY = b"ready"  # what a worker sends when it has started
@@ -65,7 +65,7 @@ def reply_to(message: Message, run_config: Mapping[str, Any], clients: int, node
     """Run the ClientApp on one message. An exception becomes an error reply, as in Flower's engines."""
     from piecework.client_app.app import app
 
-    client = message.metadata.dst_node_id - FIRST_NODE
+    client = client_of(message.metadata.dst_node_id)
     own = node_config if isinstance(node_config, Mapping) else node_config[client]
     config = {"partition-id": client, "num-partitions": clients, **own}
     context = Context(1, message.metadata.dst_node_id, config, RecordDict(), dict(run_config))

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Self
 
@@ -29,6 +30,11 @@ def identify(node_id: int) -> None:
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, node_id
 
 
+def client_of(node_id: int) -> int:
+    """Return the client of a grid's node."""
+    return node_id - FIRST_NODE
+
+
 class OrderedGrid(Grid):
     """A grid whose nodes are `clients` emulated clients, always connected.
 
@@ -42,29 +48,29 @@ class OrderedGrid(Grid):
         self._done: dict[str, Message] = {}
         self._deadline = math.inf
 
+    @abstractmethod
     def close(self) -> None:
         """End the workers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _wait(self, identifier: str, message: Message) -> None:
         """Queue a message, as its worker will get it."""
-        raise NotImplementedError
 
     def _pushed(self) -> None:
         """Take in that a message waits."""
         self._feed()
 
+    @abstractmethod
     def _feed(self) -> None:
         """Hand waiting messages to idle workers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _collect(self, deadline: float) -> bool:
         """Take in what happens next, waiting for it until `deadline`. Returns whether there was anything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _abandon(self, identifiers: set[str]) -> set[str]:
         """Forget these messages, and replace the workers that have some of them. Returns which those are."""
-        raise NotImplementedError
 
     def _has(self, identifier: str) -> bool:
         """Whether a message's reply is there."""

@@ -120,15 +120,15 @@ def require_engine(settings: Settings, there: bool) -> None:
     """
     if ":" in settings.strategy and (there or settings.engine != "local"):
         raise SettingsError(
-            f"strategy = {settings.strategy!r} is a file of your own, and Flower's processes do not have it: use engine = local"
+            f"strategy = {settings.strategy!r} is a file of your own, and other engines do not have it: use engine = local"
         )
     if is_own(settings.model) and (there or settings.engine != "local"):
         raise SettingsError(
-            f"model = {settings.model!r} is code of your own, and Flower's processes do not have it: use engine = local"
+            f"model = {settings.model!r} is code of your own, and other engines do not have it: use engine = local"
         )
     if ":" in settings.callbacks and (there or settings.engine != "local"):
         raise SettingsError(
-            f"callbacks = {settings.callbacks!r} names your own code, and Flower's processes do not have it: use engine = local"
+            f"callbacks = {settings.callbacks!r} names your own code, and other engines do not have it: use engine = local"
         )
 
 

@@ -142,9 +142,7 @@ def test_a_torch_module_is_planned_and_trained(tmp_path: Path, page: Path, monke
     assert done.exit_code == 0, done.output
     assert RunDir(tmp_path / "run").settings()["model"] == f"{page / 'my_net.py'}:make"
     other = call("run --model my_net.py:make --engine deployment")
-    assert "is code of your own, and Flower's processes do not have it: use engine = local" in " ".join(
-        other.stderr.split()
-    )
+    assert "is code of your own, and other engines do not have it: use engine = local" in " ".join(other.stderr.split())
 
 
 def test_a_strategy_of_ones_own_fits_its_step(tmp_path: Path, page: Path) -> None:
@@ -181,7 +179,7 @@ def test_commands_know_a_strategy_of_ones_own(tmp_path: Path, page: Path) -> Non
         (run.replace(":Prox", ":Proxy"), "there is no 'Proxy' in"),
         (run.replace("my_prox", "my_other"), "there is no module 'my_other'"),
         (run.replace(":Prox", ":train"), "is no class that derives from Method"),
-        (f"{run} --engine ray", "Flower's processes do not have it: use engine = local"),
+        (f"{run} --engine ray", "other engines do not have it: use engine = local"),
     ):
         done = call(words)
         assert (done.exit_code, said in " ".join(done.stderr.split())) == (2, True), done.stderr

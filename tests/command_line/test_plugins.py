@@ -308,7 +308,7 @@ def test_callbacks_are_told_of_a_run_and_cannot_end_it(tmp_path: Path, caplog: p
             with pytest.raises(ValueError, match=said):
                 run_local(fresh, callbacks=name, **asked)
         assert not (fresh / "run" / "settings.toml").exists()
-    with pytest.raises(SettingsError, match="names your own code, and Flower's processes do not have it"):
+    with pytest.raises(SettingsError, match="names your own code, and other engines do not have it"):
         settings_from("", [f"callbacks={__name__}:Diary", "engine=ray"])
 
 

@@ -277,7 +277,7 @@ def test_a_run_that_fails_says_what_the_command_line_says(tmp_path: Path) -> Non
 
 
 def test_an_engine_of_other_processes_does_not_have_the_module(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="is code of your own, and Flower's processes do not have it"):
+    with pytest.raises(SettingsError, match="is code of your own, and other engines do not have it"):
         tiny(tmp_path, model=Net(), engine="deployment", nodes=3, clients=3)
 
 

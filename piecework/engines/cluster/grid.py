@@ -19,10 +19,10 @@ from piecework.engines.cluster.book import Node, Want, choose, price_of
 from piecework.engines.cluster.homes import Homes
 from piecework.engines.cluster.nodes import Nodes
 from piecework.engines.cluster.shared_arrays import Apart, SharedArrays, put_together, take_apart
-from piecework.engines.cluster.worker import Answered, Job, client_of
+from piecework.engines.cluster.worker import Answered, Job
 from piecework.planning.now import doing
 from piecework.server_app.local_grid import NodeConfig
-from piecework.server_app.ordered_grid import OrderedGrid
+from piecework.server_app.ordered_grid import OrderedGrid, client_of
 from piecework.training.messages import Question, Task, content_bytes
 
 POLL_SECONDS = 1.0

@@ -28,7 +28,7 @@ from piecework.engines.cluster.travel import (
 from piecework.federated_data.datasets import DatasetError
 from piecework.models.imported.objects import take_object
 from piecework.server_app.local_grid import NodeConfig, reply_to
-from piecework.server_app.ordered_grid import FIRST_NODE, SERVER, identify
+from piecework.server_app.ordered_grid import SERVER, identify
 from piecework.training.settings import Settings
 
 
@@ -150,11 +150,6 @@ class Worker:
         except ray.exceptions.RayError as error:
             drop(job.place)  # what is left here is older
             return f"its state, on another node, is lost ({type(error).__name__}), starts without a state"
-
-
-def client_of(node_id: int) -> int:
-    """Return the client of a grid's node."""
-    return node_id - FIRST_NODE
 
 
 def pack_there(folder: str, experiment: str, client: int) -> Packed:
