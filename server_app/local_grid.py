@@ -199,6 +199,11 @@ class LocalGrid(OrderedGrid):
             self._waiting.pop(identifier, None)
         return set(begun.values())
 
+    def _run_here(self) -> None:
+        identifier = next(iter(self._waiting))
+        reply = answer([self._waiting.pop(identifier)], *self._arguments)
+        self._done[identifier] = pickle.loads(reply)  # noqa: S301
+
     def _feed(self) -> None:
         for connection, worker in self._workers.items():
             if self._waiting and connection not in self._busy and connection not in self._starting:
@@ -209,9 +214,7 @@ class LocalGrid(OrderedGrid):
     def _collect(self, deadline: float) -> bool:
         """Take in what a worker has sent, waiting for it until `deadline`; without workers, run the oldest message here."""
         if not self._workers:
-            identifier = next(iter(self._waiting))
-            reply = answer([self._waiting.pop(identifier)], *self._arguments)
-            self._done[identifier] = pickle.loads(reply)  # noqa: S301
+            self._run_here()
             return True
         patience = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         try:

@@ -70,14 +70,15 @@ def test_engines_beside_a_plain_loop(said: Say, images: Path, monkeypatch: pytes
     small = "--dataset", f"npz:{images}", "--clients", "2", "--processes", "1"
     (line,) = said("simulation", *small, "--engines", "local", "--epochs", "1", "--rounds", "1").splitlines()
     found = json.loads(line)
-    assert found.keys() == {"epochs", "plain", "local", "local speed"}
+    assert found.keys() == {"epochs", "plain", "local", "local speed", "local first", "local MB"}
     assert min(found.values()) > 0
 
 
 def test_memory_of_a_server_that_distils(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(simulation.DISTILS, "feddf.server-iterations", 2)
     work = simulation.Load(f"npz:{images}", "", 2, 1, 1)
-    assert simulation.server_memory(work, str(tmp_path), "feddf").keys() == {"start", "growth", "server_peak"}
+    found = simulation.server_memory("local", work, str(tmp_path), "feddf")
+    assert found.keys() == {"start", "growth", "seconds_a_client", "server_peak"}
 
 
 def test_memory_with_fit(said: Say, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from piecework.report.page import Section, table
 from piecework.report.run_page import write_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium, of the extra dev, is not installed")
+waiting = pytest.importorskip("selenium.webdriver.support.wait", reason="selenium, of the extra dev, is not installed")
 CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
 OFFLINE = ("quic", "gpu", "background-networking", "component-update", "sync", "dev-shm-usage")
@@ -131,7 +132,9 @@ def test_what_scrolls_shows_it(browser: Any, pages: dict[str, Path]) -> None:
     show(browser, pages["report"], 390, "light")
     wide = "return [...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth + 1)"
     table, picture = (
-        browser.execute_script(f"{wide}.find((each) => {what})")
+        waiting.WebDriverWait(browser, 30).until(
+            lambda page, what=what: page.execute_script(f"{wide}.find((each) => {what})")
+        )
         for what in ("each.querySelector('table') && each.checkVisibility()", "each.querySelector('svg')")
     )
     assert greys(table, at=2)[1] == 255

@@ -145,7 +145,11 @@ def test_a_node_is_killed_and_started_again_then_the_launcher_is_killed(tmp_path
 
 def node_and_executor(launcher: int, client: int) -> list[psutil.Process]:
     """The SuperNode of a client and the executor beside it, if both run."""
-    family = [(p, p.cmdline()) for p in psutil.Process(launcher).children() if p.status() != psutil.STATUS_ZOMBIE]
+    family = list[tuple[psutil.Process, list[str]]]()
+    for process in psutil.Process(launcher).children():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if lives(process):
+                family.append((process, process.cmdline()))
     for node, words in family:
         if f"partition-id={client} " in " ".join(words):
             address = f"127.0.0.1:{words[words.index('--port') + 1]}"

@@ -210,7 +210,7 @@ def test_a_client_whose_disk_is_full_says_where(tmp_path: Path) -> None:
         """Client 1 has room for small files only."""
 
         def _run_here(self) -> None:
-            node = pickle.loads(self._waiting[0][1]).metadata.dst_node_id
+            node = pickle.loads(next(iter(self._waiting.values()))).metadata.dst_node_id
             with files_of_at_most(500) if node == FIRST_NODE + 1 else nullcontext():
                 super()._run_here()
 

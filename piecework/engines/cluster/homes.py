@@ -98,16 +98,17 @@ class Homes:
             return ray.put(pack(self._root / self._experiment / str(client)))
         return self._there(pack_there, home, client)
 
-    def _there(self, function: Any, name: str, client: int) -> Any:
-        """Run a function on a node's files of a client, beside its workers; returns the reference of its result."""
+    def _there(self, function: Any, name: str, *client: int) -> Any:
+        """Run a function on a node's files, of a client or of all, beside its workers; returns the reference of its result."""
         strategy = NodeAffinitySchedulingStrategy(name, soft=False)
         task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
-        return task.remote(self._folders[name], self._experiment, client)
+        return task.remote(self._folders[name], self._experiment, *client)
 
     def note(self, client: int, node: Node | None, rounds: tuple[int, ...] | None, *, trained: bool) -> None:
         """Note that a client did a task on a node, and of which `rounds` it has states there (None: it keeps nothing).
 
-        Where its folder came from, it is removed. If the node has just gone, so has what the client kept there.
+        What it left on another node stays until the end, because its state may return there before a removal would have run:
+        a state that arrives replaces it. If the node has just gone, so has what the client kept there.
         """
         moved = self._moves.pop(client, None)
         self.places.pop(client, None)
@@ -120,8 +121,6 @@ class Homes:
             self.places[client], self._rounds[client] = node.place, rounds
         if moved == HEAD and node.place != HEAD:
             drop(self._root / self._experiment / str(client))
-        elif moved in self.nodes.known and moved != node.place:
-            self._there(drop_there, moved, client)
 
     def forget_lost(self) -> None:
         """Take in that nodes are gone, and with them the states that they held."""
@@ -133,7 +132,11 @@ class Homes:
             self._lost[client] = LOST
 
     def bring_all(self) -> None:
-        """Bring all states that lie elsewhere to the run's folder; one that cannot come stays, and the log says so."""
+        """Bring all states that lie elsewhere to the run's folder, and remove the experiment from nodes.
+
+        A state that cannot come stays, and the log says so.
+        """
+        failed = set[str]()
         for client, home in sorted(self.places.items()):
             if home != HEAD and home in self.nodes.known:
                 try:
@@ -143,9 +146,13 @@ class Homes:
                     wrong = str(error).splitlines()[0]
                 if wrong:
                     LOG.warning("the state of client %d stays on node %s: %s", client, self.nodes.address(home), wrong)
-                    continue
-                self.places[client] = HEAD
-                self._there(drop_there, home, client)
+                    failed.add(home)
+                else:
+                    self.places[client] = HEAD
+        others = {name for name, folder in self._folders.items() if folder} & self.nodes.known.keys()
+        removed = [self._there(drop_there, name) for name in others - failed]
+        if removed:
+            ray.wait(removed, num_returns=len(removed), timeout=LOOK_SECONDS)
 
     def close(self) -> None:
         """Remove the mark in the run's folder."""

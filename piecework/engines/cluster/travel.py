@@ -93,9 +93,9 @@ def unpack(packed: Packed, client: Path) -> str:
     return ""
 
 
-def drop(client: Path) -> None:
-    """Remove a client's folder, which lies elsewhere now."""
-    shutil.rmtree(client, ignore_errors=True)
+def drop(folder: Path) -> None:
+    """Remove the folder of a client or an experiment, which lies elsewhere now."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def checksums(folder: Path) -> dict[str, str]:

@@ -157,6 +157,6 @@ def pack_there(folder: str, experiment: str, client: int) -> Packed:
     return pack(Path(folder) / experiment / str(client))
 
 
-def drop_there(folder: str, experiment: str, client: int) -> None:
-    """Remove a client's folder from a node that does not hold its state any more."""
-    drop(Path(folder) / experiment / str(client))
+def drop_there(folder: str, experiment: str) -> None:
+    """Remove an experiment from a node, whose clients' states have come home."""
+    drop(Path(folder) / experiment)
