@@ -100,6 +100,17 @@ def test_norms_and_activations_again_alone_and_with_segments() -> None:
     assert best == costs.trace(found).flops < costs.trace(alone).flops
 
 
+def test_ways_together_take_no_more_than_some_of_them() -> None:
+    """The fewest bytes here need segments alone: those chosen with norms and activations computed again take more."""
+    blueprint = blueprint_of("vgg16", width=0.125, batch_norm="running")
+    costs, part = CostModel(a_training_config(8), None, blueprint), whole_model(blueprint)
+    some = ("step-in-backward", "recompute")
+    together = smallest(costs, part, (*some, "recompute-cheap"))
+    assert together == smallest(costs, part, some)
+    budget = costs.bytes(together)
+    assert cheapest(costs, part, budget, ("auto", *some, "recompute-cheap")) == together
+
+
 def test_both_ways_fit_where_neither_does_alone() -> None:
     costs, part = costs_of("convnet")
     alone = min(costs.bytes(smallest(costs, part, (way,))) for way in BOTH)
