@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 from piecework.device_profiles.fleet import Fleet, device_of, device_state
 from piecework.device_profiles.profile import DeviceState, measured_budget
 from piecework.federated_data.own_data import Expected
+from piecework.federation.claims import Claims
 from piecework.federation.errors import TooFewNodesError
 from piecework.training.answers import UNUSABLE, AnswerError, printable, read_figures, read_node, reason_of
 from piecework.training.messages import EXPECTED, content_bytes, expected_record
@@ -73,6 +74,8 @@ class ClientRegistry:
 
     `packages` are those whose plugins clients need; the error of a node that lacks them names them.
 
+    `auto` are the clients whose devices measure themselves (device = 'auto').
+
     Two nodes that are online and claim one client are both refused, because nothing says which of them has its data. Once the
     run has `started`, the node that works keeps its client, and only the other is refused: no newcomer can put out a member.
     """
@@ -90,17 +93,13 @@ class ClientRegistry:
     packages: tuple[str, ...] = ()
     expected: Expected | None = None
     started: bool = False
+    auto: set[int] = field(default_factory=set)
     _online: set[int] = field(default_factory=set)
     _names: dict[int, str] = field(default_factory=dict)
     _clients: dict[int, int] = field(default_factory=dict)
-    _claims: dict[int, int] = field(default_factory=dict)
+    _claims: Claims = field(default_factory=Claims)
     _asked: dict[str, tuple[int, float]] = field(default_factory=dict)
     _failed: dict[int, tuple[str, float]] = field(default_factory=dict)
-
-    @property
-    def auto(self) -> list[int]:
-        """The clients whose devices measure themselves (device = 'auto')."""
-        return [client for client, member in self.members.items() if member.device == "auto"]
 
     def wait_for_clients(self, grid: Grid, timeout: float, enough: int = 0) -> None:
         """Wait until all clients are connected. After `timeout` seconds, `enough` of them suffice, unless that is 0.
@@ -137,7 +136,7 @@ class ClientRegistry:
         self._online = online
         self._asked = {message: sent for message, sent in self._asked.items() if sent[0] in online}
         self._failed = {node: failed for node, failed in self._failed.items() if node in online}
-        self._claims = {node: client for node, client in self._claims.items() if node in online}
+        self._claims.keep(online)
         waiting = {node for node, _ in self._asked.values()}
         waiting |= {node for node, (_, since) in self._failed.items() if now - since < AGAIN_SECONDS}
         if new := online - self._clients.keys() - waiting:
@@ -145,7 +144,7 @@ class ClientRegistry:
         for node in sorted(new):
             query = Message(self.first_content(), dst_node_id=node, message_type=QUERY, ttl=QUERY_SECONDS)
             self._asked |= {message: (node, now) for message in grid.push_messages([query]) if message}
-        while self._asked and (replies := list(grid.pull_messages(set(self._asked)))):
+        while self._asked and (replies := list(grid.pull_messages(self._asked.keys()))):
             for reply in replies:
                 sent = self._asked.pop(reply.metadata.reply_to_message_id, None)
                 if sent is not None:
@@ -195,6 +194,7 @@ class ClientRegistry:
         self._check_device(member, self.clients or partitions)
         self._check_node(member)
         self.members[client], self.federation = member, partitions
+        (self.auto.add if member.device == "auto" else self.auto.discard)(client)
         return client
 
     def _check_device(self, member: Member, clients: int) -> None:
@@ -213,8 +213,7 @@ class ClientRegistry:
             raise AnswerError(f"partition-id {client} belongs to {owner!r}: node {node} is registered as {name!r}")
         if others := [each for each, owner in self.bound.items() if owner == name and each != client]:
             raise AnswerError(f"node {node}, {name!r}, claims partition-id {client}: its own is {others[0]}")
-        self._claims[node] = client
-        if rivals := [each for each, claimed in self._claims.items() if claimed == client and each != node]:
+        if rivals := self._claims.add(node, client):
             raise AnswerError(self._refuse(client, node, rivals))
         if name and self.started:
             self.bound[client] = name
@@ -224,11 +223,12 @@ class ClientRegistry:
         holder = self.members.get(client)
         if self.started and holder is not None and holder.node_id in rivals:
             held, other = self._describe_node(holder.node_id), self._describe_node(node)
-            del self._claims[node]
+            self._claims.drop(node)
             return f"partition-id {client} is that of {held}, which is online: {other} needs its own"
         claimants = " and ".join(self._describe_node(each) for each in sorted([node, *rivals]))
         reason = f"partition-id {client} is claimed by {claimants}: none of them takes part until each has its own"
         self.members.pop(client, None)
+        self.auto.discard(client)
         for rival in rivals:
             self._clients.pop(rival, None)
             self._failed[rival] = reason, time.monotonic()

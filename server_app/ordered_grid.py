@@ -10,7 +10,7 @@ import math
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Self
 
 from flwr.app import Error, Message, Metadata, RecordDict
@@ -125,16 +125,17 @@ class OrderedGrid(Grid):
 
         Raises RunAbortedError if a worker cannot start. One that dies later is replaced, and its client's reply is an error.
         """
-        asked = set(message_ids)
-        wanted = [identifier for identifier in self._order if identifier in asked]
-        while wanted and not self._has(wanted[0]):
-            _, deadline = self._order[wanted[0]]
+        asked = message_ids if isinstance(message_ids, Set) else set(message_ids)
+        first = next((identifier for identifier in self._order if identifier in asked), None)
+        while first is not None and not self._has(first):
+            _, deadline = self._order[first]
             if not self._collect(deadline):
+                wanted = [identifier for identifier in self._order if identifier in asked]
                 found = [identifier for identifier in wanted if self._has(identifier)]
                 now = time.monotonic()
                 self._give_up({i for i in wanted if not self._has(i) and self._order[i][1] <= now})
                 return [self._take(identifier) for identifier in found]
-        return [self._take(identifier) for identifier in wanted[:1]]
+        return [] if first is None else [self._take(first)]
 
     def _take(self, identifier: str) -> Message:
         del self._order[identifier]

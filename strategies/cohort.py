@@ -17,5 +17,5 @@ def draw_clients(
     chosen = [client for client in able if client not in crashes]
     if len(chosen) < settings.least:
         chosen = [*able]
-    excluded = {client: crashes[client] for client in able if client not in chosen}
+    excluded = {client: crashes[client] for client in crashes.keys() & set(able) - set(chosen)}
     return sample_clients(chosen, settings.asked, settings.seed, server_round) if chosen else [], excluded

@@ -71,7 +71,7 @@ class ClientResources:
         """Raise ValueError if devices swap, which is only simulated, and a client measures its own memory."""
         if self.method.cut.swaps and self.registry.auto:
             raise ValueError(
-                f"{self.method.name} only simulates swapping, and client {self.registry.auto[0]} has device = 'auto', "
+                f"{self.method.name} only simulates swapping, and client {min(self.registry.auto)} has device = 'auto', "
                 f"so its memory is real: give it the name of a device of the fleet, or use strategy = {in_pieces(True)} with "
                 "memory.model = traced"
             )

@@ -7,6 +7,8 @@ import pytest
 
 from piecework.device_profiles.profile import UNLIMITED
 from piecework.engines.cluster.book import FLOOR, HEAD, Node, Want, choose, price_of
+from piecework.engines.cluster.shared_arrays import Apart
+from piecework.engines.cluster.waiting import Address, Prepared, Waiting
 from piecework.models.work_item import WorkItem
 from piecework.training.evaluation_step import EvaluationStep
 from piecework.training.messages import Task
@@ -23,9 +25,32 @@ def names(found: Any) -> tuple[str, str, str] | None:
     return None if found is None else (found[0].identifier, found[1].name, found[2])
 
 
+def prepared(want: Want) -> Prepared:
+    return Prepared(want, Apart(b"", ()), [], Address("", ""), trains=True)
+
+
 def test_the_longest_begins_first() -> None:
-    wants = [Want("short", 0, GB, 1.0), Want("long", 1, GB, 9.0), Want("also long", 2, GB, 9.0)]
+    waiting = Waiting()
+    for name, seconds in {"short": 1.0, "long": 9.0, "also long": 9.0, "between": 3.0}.items():
+        waiting.add(prepared(Want(name, 0, GB, seconds)))
+    wants = [each.want for each in waiting]
+    assert [want.identifier for want in wants] == ["long", "also long", "between", "short"]
     assert names(choose(wants, [node("a", 4 * GB)], {})) == ("long", "a", "a0")
+    assert waiting.pop("also long").want == wants[1]
+    waiting.add(prepared(wants[1]), again=True)  # its worker died: it comes before its equals
+    assert [each.want.identifier for each in waiting] == ["also long", "long", "between", "short"]
+    assert (len(waiting), "short" in waiting, "none" in waiting) == (4, True, False)
+
+
+def test_no_more_of_what_waits_is_looked_at_than_needed() -> None:
+    """Thousands may wait: a search of all of them for each that begins would take longer than the clients."""
+    seen = []
+    wants = (seen.append(n) or Want(str(n), n, GB) for n in range(1000))
+    machine = node("a", 4 * GB)
+    assert names(choose(wants, [machine], {0: "elsewhere"})) == ("1", "a", "a0")
+    machine.prices = dict.fromkeys(machine.floors, 0)
+    assert choose(wants, [machine], {}) is None
+    assert seen == [0, 1]
 
 
 def test_a_node_is_never_overcommitted() -> None:

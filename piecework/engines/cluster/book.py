@@ -80,22 +80,21 @@ def price_of(task: Task, message_bytes: int) -> int:
 def choose(waiting: Iterable[Want], nodes: Collection[Node], homes: dict[int, str]) -> tuple[Want, Node, str] | None:
     """Return what begins next, on which node and worker; None if nothing can.
 
-    `waiting` is in the order of messages, and `homes` says where clients' states lie. Of those that may begin at once, first
-    come those whose state is where a worker is idle, and the longest of them. What waits for room does not hold up what fits.
+    `waiting` has the longest first, and `homes` says where clients' states lie. Of those that may begin at once, first come
+    those whose state is where a worker is idle, and the longest of them. What waits for room does not hold up what fits. No
+    more of `waiting` is looked at than needed, because it may have thousands.
     """
-    found: tuple[tuple[bool, float], Want, Node, str] | None = None
-    for want in waiting:
+    free = {node.name: node.free for node in nodes if node.idle}
+    elsewhere: tuple[Want, Node, str] | None = None
+    for want in waiting if free else ():
         home = homes.get(want.client)
-        able = [node for node in nodes if node.name != want.avoided and node.could_ever_take(want.price)]
-        for node in able or nodes:
-            idle = node.idle
-            if not idle or want.price > node.free:
-                continue
-            rank = (home is None or home == node.place, want.seconds)
-            if (
-                found is None
-                or rank > found[0]
-                or (want is found[1] and rank == found[0] and node.free > found[2].free)
-            ):
-                found = rank, want, node, idle[0]
-    return None if found is None else found[1:]
+        able = [node for node in nodes if node.name in free and want.price <= free[node.name]]
+        if want.avoided and any(node.name != want.avoided and node.could_ever_take(want.price) for node in nodes):
+            able = [node for node in able if node.name != want.avoided]
+        if at_home := [node for node in able if home in (None, node.place)]:
+            node = max(at_home, key=lambda node: free[node.name])
+            return want, node, node.idle[0]
+        if able and elsewhere is None:
+            node = max(able, key=lambda node: free[node.name])
+            elsewhere = want, node, node.idle[0]
+    return elsewhere

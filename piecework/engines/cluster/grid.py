@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ray
@@ -18,7 +18,8 @@ from flwr.app import Error, Message
 from piecework.engines.cluster.book import Node, Want, choose, price_of
 from piecework.engines.cluster.homes import Homes
 from piecework.engines.cluster.nodes import Nodes
-from piecework.engines.cluster.shared_arrays import Apart, SharedArrays, put_together, take_apart
+from piecework.engines.cluster.shared_arrays import SharedArrays, put_together, take_apart
+from piecework.engines.cluster.waiting import Address, Prepared, Waiting
 from piecework.engines.cluster.worker import Answered, Job
 from piecework.planning.now import doing
 from piecework.server_app.local_grid import NodeConfig
@@ -29,27 +30,6 @@ POLL_SECONDS = 1.0
 LOOK_SECONDS = 2.0  # between looks for nodes that came or went
 DIED = 8  # Flower's code for a client app that died
 LOG = logging.getLogger("piecework")
-
-
-class Address(NamedTuple):
-    """Where a message's client keeps its files: the run's folder of clients, and the experiment; empty = it needs none."""
-
-    state_dir: str
-    experiment: str
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A message as it waits: what it needs, what is sent, its objects by digest, and where its client keeps its files.
-
-    `trains` says that its answer enters a record of training, where a remark is read.
-    """
-
-    want: Want
-    message: Apart
-    digests: list[bytes]
-    address: Address
-    trains: bool
 
 
 class Call(NamedTuple):
@@ -73,7 +53,7 @@ class RayGrid(OrderedGrid):
         node_config: NodeConfig | None = None,
     ) -> None:
         super().__init__(clients)
-        self._waiting: dict[str, Prepared] = {}
+        self._waiting = Waiting()
         self._begun: dict[str, Prepared] = {}
         self._calls: dict[Any, Call] = {}
         self._answered: dict[str, Answered] = {}
@@ -122,7 +102,7 @@ class RayGrid(OrderedGrid):
         apart, buffers = take_apart(message)
         want = Want(identifier, client, price, seconds)
         trains = message.metadata.message_type == "train"
-        self._waiting[identifier] = Prepared(want, apart, self._arrays.put(buffers), address, trains)
+        self._waiting.add(Prepared(want, apart, self._arrays.put(buffers), address, trains))
 
     def _pushed(self) -> None:
         """Take in replies that have come meanwhile, and begin what waits; the first messages wait for the longest of them."""
@@ -134,12 +114,12 @@ class RayGrid(OrderedGrid):
     def _feed(self) -> None:
         full: set[str] = set()  # of nodes: other jobs on the cluster have what memory is left there
         while self._waiting:
-            address = next(iter(self._waiting.values())).address
+            address = next(iter(self._waiting)).address
             self._homes.look(address.state_dir, address.experiment)
             if address.experiment and not self._nodes.all_came(self._homes.asked):
                 return None  # a state may lie on a node that has not said so yet
             busy = {each.want.client for each in self._begun.values()}
-            wants = [each.want for each in self._waiting.values() if each.want.client not in busy]
+            wants = (each.want for each in self._waiting if each.want.client not in busy)
             nodes = [
                 node
                 for name, node in self._nodes.known.items()
@@ -147,7 +127,7 @@ class RayGrid(OrderedGrid):
             ]
             found = choose(wants, nodes, self._homes.places)
             if found is None:
-                return self._make_room(wants)
+                return self._make_room()
             if self._nodes.reserve(found[1], found[0].price):
                 self._begin(*found)
             else:
@@ -167,12 +147,12 @@ class RayGrid(OrderedGrid):
         call = self._nodes.actor(worker).answer.remote(job)
         self._calls[call] = Call(worker, want.identifier)
 
-    def _make_room(self, wants: list[Want]) -> None:
+    def _make_room(self) -> None:
         """If all workers are idle and nothing fits beside them: end some of them, or refuse what is too large for each node."""
         nodes = self._nodes.known.values()
         if not self._nodes.ready or self._calls:
             return
-        for want in wants:
+        for want in [each.want for each in self._waiting]:
             able = [node for node in nodes if node.could_ever_take(want.price)]
             if able:
                 return self._nodes.retire(max(able, key=lambda node: node.memory), want.price)
@@ -258,7 +238,7 @@ class RayGrid(OrderedGrid):
         self._again.add(identifier)
         avoided = node.name if node is not None else ""
         again = replace(prepared, want=prepared.want._replace(avoided=avoided))
-        self._waiting = {identifier: again, **self._waiting}
+        self._waiting.add(again, again=True)
 
     def _abandon(self, identifiers: set[str]) -> set[str]:
         begun = {reference: call for reference, call in self._calls.items() if call.identifier in identifiers}
@@ -266,7 +246,7 @@ class RayGrid(OrderedGrid):
             del self._calls[reference]
             self._arrays.release(self._begun.pop(call.identifier).digests)
             self._nodes.replace(call.worker)
-        for identifier in identifiers & self._waiting.keys():
+        for identifier in filter(self._waiting.__contains__, identifiers):
             self._arrays.release(self._waiting.pop(identifier).digests)
         self._feed()
         return {call.identifier for call in begun.values()}
