@@ -12,21 +12,10 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from helpers import few_digits, tiny_settings
 
 from piecework.client_app.store import Store
+from piecework.engines.cluster.packed import Packed, held_clients, keeps, pack, unpack
 from piecework.engines.cluster.shared_arrays import SMALL, put_together, take_apart
 from piecework.engines.cluster.start import collect_code, require_same, software
-from piecework.engines.cluster.travel import (
-    Packed,
-    checksums,
-    find_data,
-    held_clients,
-    keep_data,
-    keeps,
-    node_folder,
-    pack,
-    read_data,
-    shares,
-    unpack,
-)
+from piecework.engines.cluster.travel import checksums, find_data, keep_data, node_folder, read_data, shares
 from piecework.engines.processes import EngineError
 from piecework.federated_data.datasets import DatasetError, load
 from piecework.server_app.ordered_grid import identify

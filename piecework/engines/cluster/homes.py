@@ -6,16 +6,16 @@ lost, as with a device whose disk is lost: the client begins without a state, an
 
 import logging
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from piecework.engines.cluster.book import HEAD, Node
+from piecework.engines.cluster.keeper import start_keeper
 from piecework.engines.cluster.nodes import Nodes
-from piecework.engines.cluster.travel import Packed, drop, held_clients, pack, unpack
-from piecework.engines.cluster.worker import drop_there, pack_there
+from piecework.engines.cluster.packed import Packed, drop, held_clients, pack, unpack
 
 LOOK_SECONDS = 30.0
 LOST = "its state was on a node of the cluster that is gone, starts without a state"
@@ -31,6 +31,7 @@ class Homes:
         self._rounds: dict[int, tuple[int, ...]] = {}
         self._lost: dict[int, str] = {}
         self._folders: dict[str, str] = {}  # of the nodes that were asked; empty = they see the run's folder
+        self._keepers: dict[str, Any] = {}  # of nodes, since a state was first moved from there
         self._moves: dict[int, str] = {}  # from where a client's state was taken, until it is trained
         self._root, self._experiment, self._secret = Path(), "", secrets.token_hex(16)
 
@@ -96,13 +97,13 @@ class Homes:
     def _pack(self, client: int, home: str) -> Any:
         if home == HEAD:
             return ray.put(pack(self._root / self._experiment / str(client)))
-        return self._there(pack_there, home, client)
+        return self._keeper(home).pack.remote(self._folders[home], self._experiment, client)
 
-    def _there(self, function: Any, name: str, *client: int) -> Any:
-        """Run a function on a node's files, of a client or of all, beside its workers; returns the reference of its result."""
-        strategy = NodeAffinitySchedulingStrategy(name, soft=False)
-        task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
-        return task.remote(self._folders[name], self._experiment, *client)
+    def _keeper(self, name: str) -> Any:
+        """Return Ray's handle of what packs and removes files on a node."""
+        if name not in self._keepers:
+            self._keepers[name] = start_keeper(name)
+        return self._keepers[name]
 
     def note(self, client: int, node: Node | None, rounds: tuple[int, ...] | None, *, trained: bool) -> None:
         """Note that a client did a task on a node, and of which `rounds` it has states there (None: it keeps nothing).
@@ -127,6 +128,7 @@ class Homes:
         gone = self._folders.keys() - self.nodes.known.keys()
         for name in gone:
             del self._folders[name]
+            self._keepers.pop(name, None)
         for client in [client for client, place in self.places.items() if place in gone]:
             del self.places[client]
             self._lost[client] = LOST
@@ -150,11 +152,15 @@ class Homes:
                 else:
                     self.places[client] = HEAD
         others = {name for name, folder in self._folders.items() if folder} & self.nodes.known.keys()
-        removed = [self._there(drop_there, name) for name in others - failed]
+        removed = [self._keeper(name).drop.remote(self._folders[name], self._experiment) for name in others - failed]
         if removed:
             ray.wait(removed, num_returns=len(removed), timeout=LOOK_SECONDS)
 
     def close(self) -> None:
-        """Remove the mark in the run's folder."""
+        """End the keepers, and remove the mark in the run's folder."""
+        for keeper in self._keepers.values():
+            with suppress(ray.exceptions.RayError):
+                ray.kill(keeper)
+        self._keepers.clear()
         if self._experiment:
             self._mark.unlink(missing_ok=True)

@@ -10,21 +10,10 @@ import numpy as np
 import psutil
 import ray
 
+from piecework.engines.cluster.packed import Packed, drop, held_clients, keeps, state_rounds, unpack
 from piecework.engines.cluster.shared_arrays import Apart, as_arrays, put_together, take_apart
 from piecework.engines.cluster.start import software
-from piecework.engines.cluster.travel import (
-    Packed,
-    drop,
-    find_data,
-    held_clients,
-    keep_data,
-    keeps,
-    node_folder,
-    pack,
-    shares,
-    state_rounds,
-    unpack,
-)
+from piecework.engines.cluster.travel import find_data, keep_data, node_folder, shares
 from piecework.federated_data.datasets import DatasetError
 from piecework.models.imported.objects import take_object
 from piecework.server_app.local_grid import NodeConfig, reply_to
@@ -150,13 +139,3 @@ class Worker:
         except ray.exceptions.RayError as error:
             drop(job.place)  # what is left here is older
             return f"its state, on another node, is lost ({type(error).__name__}), starts without a state"
-
-
-def pack_there(folder: str, experiment: str, client: int) -> Packed:
-    """Pack a client's folder; runs on the node that has it."""
-    return pack(Path(folder) / experiment / str(client))
-
-
-def drop_there(folder: str, experiment: str) -> None:
-    """Remove an experiment from a node, whose clients' states have come home."""
-    drop(Path(folder) / experiment)
