@@ -88,10 +88,12 @@ class Homes:
         self._moves[client] = home
         if folder:
             return folder, self._pack(client, home), ""
-        try:  # to the run's folder, where the node sees it
-            note = unpack(ray.get(self._pack(client, home)), self._root / self._experiment / str(client))
+        place = self._root / self._experiment / str(client)  # in the run's folder, where the node sees it
+        try:
+            note = unpack(ray.get(self._pack(client, home)), place)
         except (ray.exceptions.RayError, OSError) as error:
-            note = f"its state on {self.nodes.address(home)} is lost: {type(error).__name__}"
+            drop(place)  # what is left here is older
+            note = f"its state, on another node, is lost ({type(error).__name__}), starts without a state"
         return folder, None, note
 
     def _pack(self, client: int, home: str) -> Any:

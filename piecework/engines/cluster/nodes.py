@@ -73,7 +73,7 @@ class Nodes:
         for name in self.known.keys() - self._all.keys():
             LOG.warning("node %s of the Ray cluster is gone", name[:8])
             del self.known[name]
-            self._reserved.pop(name, None)
+            self._give_back(name)
             self._actors = {worker: found for worker, found in self._actors.items() if found[1] != name}
         for name in self._all.keys() - self.known.keys():
             resources = self._all[name]["Resources"]
@@ -240,14 +240,19 @@ class Nodes:
             held.asked = None
         return True
 
+    def _give_back(self, name: str) -> None:
+        """Give back what is reserved on a node. If that is gone, Ray would ask for another one with the same name for ever."""
+        if (held := self._reserved.pop(name, None)) is not None:
+            for group in [*held.groups, *filter(None, [held.asked])]:
+                remove_placement_group(group)
+
     def close(self) -> None:
         """End all workers, and give back what was reserved."""
         for actor, _ in self._actors.values():
             with suppress(ray.exceptions.RayError):
                 ray.kill(actor)
-        for held in self._reserved.values():
-            for group in [*held.groups, *filter(None, [held.asked])]:
-                remove_placement_group(group)
+        for name in [*self._reserved]:
+            self._give_back(name)
         self._actors.clear()
         self.known.clear()
         self.starting.clear()
