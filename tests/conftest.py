@@ -128,3 +128,12 @@ def uv_cache(folder: Path) -> Path:
             return usual
     except OSError:
         return folder / "uv"
+
+
+@pytest.fixture(scope="module")
+def two_nodes(session_folder: Path) -> Iterator[Any]:
+    """A Ray cluster of two nodes on this machine, which the process has joined; the second shares no folder with the first."""
+    from ray_helpers import two_raylets
+
+    with two_raylets(session_folder / f"states-{os.getpid()}") as cluster:
+        yield cluster
