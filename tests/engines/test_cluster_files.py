@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from helpers import few_digits, tiny_settings
 
 from piecework.client_app.store import Store
-from piecework.engines.cluster.packed import Packed, held_clients, keeps, pack, unpack
+from piecework.engines.cluster.packed import Packed, held_clients, keeps, pack, state_rounds, unpack
 from piecework.engines.cluster.shared_arrays import SMALL, put_together, take_apart
 from piecework.engines.cluster.start import collect_code, require_same, software
 from piecework.engines.cluster.travel import checksums, find_data, keep_data, node_folder, read_data, shares
@@ -58,7 +58,7 @@ def test_a_clients_state_travels(tmp_path: Path) -> None:
     """With what another folder had before gone, and with the rounds of its states."""
     source = client_with_a_state(tmp_path / "here")
     packed = pack(source)
-    assert packed.rounds == (6, 7)
+    assert state_rounds(source) == (6, 7)
     target = client_with_a_state(tmp_path / "there")
     (target / "state" / "9").mkdir()
     assert (unpack(packed, target), held_clients(target.parent)) == ("", {3: (6, 7)})
@@ -75,7 +75,7 @@ def test_a_damaged_state_is_no_state(tmp_path: Path) -> None:
     archive = packed.archive.copy()
     archive[1000] ^= 1
     target = client_with_a_state(tmp_path / "there")
-    assert "damaged" in unpack(Packed(archive, packed.digest, packed.rounds), target)
+    assert "damaged" in unpack(Packed(archive, packed.digest), target)
     assert not keeps(target)
     assert held_clients(target.parent) == {}
 

@@ -181,6 +181,7 @@ class RayGrid(OrderedGrid):
             left = max(0.0, deadline - time.monotonic())
             found, _ = ray.wait(pending, timeout=min(POLL_SECONDS, left)) if pending else ([], [])
             if not pending:
+                doing("Ray: %d clients wait for a node with memory for them", len(self._waiting))
                 time.sleep(min(POLL_SECONDS, left))  # for memory that Ray has not given yet, or a node
             if found and found[0] in self._nodes.starting:
                 self._nodes.greet(found[0])
@@ -224,7 +225,7 @@ class RayGrid(OrderedGrid):
         What ran out of memory would do so again. What failed in a worker that lives is not run again either.
         """
         node, prepared = self._nodes.node_of(worker), self._begun.pop(identifier)
-        alive = isinstance(error, ray.exceptions.RayTaskError)
+        alive, who = isinstance(error, ray.exceptions.RayTaskError), self._nodes.describe_worker(worker)
         if alive and node is not None:
             node.prices.pop(worker, None)
         else:
@@ -234,7 +235,7 @@ class RayGrid(OrderedGrid):
             self._arrays.release(prepared.digests)
             self._again.discard(identifier)
             return self._fail(identifier, Error(2 if alive else DIED, f"{type(error).__name__}: {why}"))
-        LOG.warning("client %d is asked again, its worker died: %s", prepared.want.client, why)
+        LOG.warning("client %d is asked again, %s died: %s", prepared.want.client, who, why)
         self._again.add(identifier)
         avoided = node.name if node is not None else ""
         again = replace(prepared, want=prepared.want._replace(avoided=avoided))

@@ -194,6 +194,11 @@ class Nodes:
         """Return Ray's handle of a worker."""
         return self._actors[worker][0]
 
+    def describe_worker(self, worker: str) -> str:
+        """Return in words which process a worker is, and where."""
+        name = self._actors[worker][1] if worker in self._actors else ""
+        return f"its worker, process {self.processes.get(worker, 0)} on {self.address(name)},"
+
     def node_of(self, worker: str) -> Node | None:
         """Return the node that a worker is on; None if that is gone."""
         return self.known.get(self._actors[worker][1]) if worker in self._actors else None

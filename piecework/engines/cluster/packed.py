@@ -13,11 +13,10 @@ KEPT = ("state", "frozen", "features")  # of a client's folder; the rest belongs
 
 
 class Packed(NamedTuple):
-    """A client's folder: the archive as an array of bytes, and its sha256. `rounds` are those of its states."""
+    """A client's folder: the archive as an array of bytes, and its sha256."""
 
     archive: np.ndarray
     digest: str
-    rounds: tuple[int, ...]
 
 
 def state_rounds(client: Path) -> tuple[int, ...]:
@@ -44,7 +43,7 @@ def pack(client: Path) -> Packed:
             if (client / kept).is_dir():
                 archive.add(client / kept, arcname=kept)
     data = np.frombuffer(stream.getbuffer(), np.uint8)
-    return Packed(data, hashlib.sha256(data.data).hexdigest(), state_rounds(client))
+    return Packed(data, hashlib.sha256(data.data).hexdigest())
 
 
 def unpack(packed: Packed, client: Path) -> str:
