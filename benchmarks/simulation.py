@@ -134,9 +134,9 @@ def family_bytes() -> int:
     return found
 
 
-def engine_rounds(engine: str, work: Load, epochs: int, rounds: int, output: Path, strategy: str = "fedavg") -> Rounds:
-    """Run an engine."""
-    settings = Settings.from_run_config(
+def settings_of(engine: str, work: Load, epochs: int, rounds: int, output: Path, strategy: str = "fedavg") -> Settings:
+    """Return the settings of a run of an engine, with a round more, to warm up."""
+    return Settings.from_run_config(
         {
             "engine": engine,
             "strategy": strategy,
@@ -161,6 +161,11 @@ def engine_rounds(engine: str, work: Load, epochs: int, rounds: int, output: Pat
         }
         | (DISTILS if strategy == "feddf" else {})
     )
+
+
+def engine_rounds(engine: str, work: Load, epochs: int, rounds: int, output: Path, strategy: str = "fedavg") -> Rounds:
+    """Run an engine."""
+    settings = settings_of(engine, work, epochs, rounds, output, strategy)
     run_dir, started = RunDir(output / settings.run_name), time.perf_counter()
     ends, used = list[float](), list[int]()
 
