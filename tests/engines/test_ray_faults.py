@@ -261,8 +261,7 @@ def test_a_node_that_joins_trains_clients(tmp_path: Path, two_nodes: Any) -> Non
 # ---- an interrupt
 
 
-@pytest.mark.parametrize("strategy", ["spafl", "local"])
-def test_an_interrupted_run_goes_on_where_its_states_are(tmp_path: Path, two_nodes: Any, strategy: str) -> None:
+def test_an_interrupted_run_goes_on_where_its_states_are(tmp_path: Path, two_nodes: Any) -> None:
     """Ctrl-C comes when the first client of round 2 has answered; nothing is brought home then. It begins round 2 again."""
 
     def settle(self: Any, reference: Any) -> None:
@@ -272,7 +271,7 @@ def test_an_interrupted_run_goes_on_where_its_states_are(tmp_path: Path, two_nod
         if (metadata.message_type, metadata.group_id) == ("train", "2"):
             raise KeyboardInterrupt
 
-    settings = TINY_RUN | {"strategy": strategy, "num_rounds": 3}
+    settings = TINY_RUN | {"strategy": "spafl", "num_rounds": 3}
     broken, whole = grid_that_ends(_settle=settle), grid_that_ends()
     with pytest.raises(KeyboardInterrupt):
         run_local(tmp_path / "ray", broken, **settings)
