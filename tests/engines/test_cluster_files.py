@@ -1,9 +1,11 @@
 """What travels between the machines of a cluster: messages' arrays, clients' folders, the data set; and refused versions."""
 
+import hashlib
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from helpers import few_digits, tiny_settings
 
 from piecework.client_app.store import Store
+from piecework.engines.cluster import shared_arrays
 from piecework.engines.cluster.packed import Packed, held_clients, keeps, pack, state_rounds, unpack
 from piecework.engines.cluster.shared_arrays import SMALL, put_together, take_apart
 from piecework.engines.cluster.start import collect_code, require_same, software
@@ -42,6 +45,32 @@ def test_a_message_is_taken_apart_and_put_together() -> None:
         arrays = unpack_arrays(found.content.array_records["arrays"])
         np.testing.assert_array_equal(view(arrays["atoms.0.w"]), large)
         assert bytes(found.content.array_records["more"]["0"].data) == sent["more"]
+
+
+def test_the_same_objects_are_hashed_once_and_put_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What several messages have is kept until `forget`. Equal bytes are one object, also if they are another's."""
+    put, hashed, blake2b = list[bytes](), list[int](), hashlib.blake2b
+
+    def hash_of(buffer: memoryview, digest_size: int) -> Any:
+        hashed.append(len(buffer))
+        return blake2b(buffer, digest_size=digest_size)
+
+    monkeypatch.setattr(shared_arrays.ray, "put", lambda array: put.append(array.tobytes()) or len(put))
+    monkeypatch.setattr(shared_arrays.hashlib, "blake2b", hash_of)
+    one, other, equal = b"one", b"other", bytes(bytearray(b"one"))
+    held = shared_arrays.SharedArrays()
+    first = held.put([memoryview(one), memoryview(other)])
+    assert held.put([memoryview(other), memoryview(one)]) == first[::-1]
+    assert hashed == [3, 5]
+    assert held.put([memoryview(equal)]) == first[:1]
+    assert held.put([memoryview(one)]) == first[:1]  # not of the last message: hashed again
+    assert (hashed, put) == ([3, 5, 3, 3], [b"one", b"other"])
+    assert held.references(first) == [1, 2]
+    for digests in (first, first[::-1], first[:1], first[:1]):
+        held.release(digests)
+    assert len(held) == 2
+    held.forget()
+    assert len(held) == 0
 
 
 def client_with_a_state(root: Path) -> Path:
