@@ -15,6 +15,7 @@ from flwr.app import Array, ArrayRecord
 from piecework.models.cascade import Shape, unit_of
 from piecework.models.width import Indices
 from piecework.training.answers import AnswerError
+from piecework.training.parcels import view
 
 Spec = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # name -> shape and dtype
 Who = TypeVar("Who")
@@ -140,7 +141,7 @@ def check_update(
     for name in arrays:
         array = _check_array(arrays, name, spec)
         if np.issubdtype(array.dtype, np.floating):
-            square = float(np.square(np.subtract(array, previous[name].numpy(), dtype=np.float64)).sum())
+            square = float(np.square(np.subtract(array, view(previous[name]), dtype=np.float64)).sum())
             unit = unit_of(name) + (STATISTICS if name.endswith(("running_mean", "running_var")) else "")
             squares[unit], counts[unit] = squares.get(unit, 0.0) + square, counts.get(unit, 0) + array.size
         elif name.endswith("num_batches_tracked"):
