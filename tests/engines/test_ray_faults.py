@@ -219,8 +219,8 @@ def test_clients_whose_states_were_on_a_lost_node_begin_without(tmp_path: Path, 
 
         def lose(grid: Any) -> None:
             lost.extend(client for client, place in grid._homes.places.items() if place == third.node_id)
-            lose_node(two_nodes, third)
-            wait_until(lambda: not is_alive(third), "Ray does not see that the node is gone")  # its worker may live on so long
+            lose_node(two_nodes, third)  # its worker may live on for a moment, and answer
+            wait_until(lambda: not is_alive(third), "Ray does not see that the node is gone")
 
         run = run_local(tmp_path / "ray", grid_in_round_2(lose), **settings)
     assert lost

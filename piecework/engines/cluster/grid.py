@@ -230,6 +230,7 @@ class RayGrid(OrderedGrid):
             node.prices.pop(worker, None)
         else:
             self._nodes.replace(worker)
+            self._homes.forget_lost()
         why = str(error).strip().splitlines()[-1 if alive else 0]
         if identifier in self._again or alive or isinstance(error, ray.exceptions.OutOfMemoryError):
             self._arrays.release(prepared.digests)
