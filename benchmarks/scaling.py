@@ -1,22 +1,22 @@
 """Measure how a round's seconds grow when clients grow with the nodes of a Ray cluster, and where a node's time goes.
 
-    python -m benchmarks.scaling [--nodes 1,2,4] [--quota 0.4] [--head-quota 0.4] [--clients-per-node 8]
-                                 [--rounds 5] [--epochs 1] [--set KEY=VALUE] [--image piecework-cluster] [--json]
+    python -m benchmarks.scaling [--nodes 1,2,4] [--quota 0.4] [--head-quota 0.4] [--clients-per-node 8] [--images 600]
+                                 [--epochs 1,5] [--rounds 5] [--set KEY=VALUE] [--image piecework-cluster] [--json]
 
 The nodes are containers of docker-compose.cluster.yml, whose image must be there (docs/cluster.md): a head with the run and no
-client, and workers with one client at a time. Each has as much of a processor as its quota says, so that four of them do not
-take each other's while the machine has more than the sum. Each client has 600 random images of 28x28; by default the model is
-LeNet-5 (1.7 MB) and the system FedAvg, with batches of 64. Rounds are of all clients, the first is left out.
+client, and workers with one client at a time. Each has as much of a processor as its quota says, so that they do not take each
+other's where the machine has more than the sum. Each client has random images of 28x28; by default the model is LeNet-5
+(1.7 MB) and the system FedAvg, with batches of 64. A round asks so many clients of each node, and the first one is left out.
 
-A round has the same work for each node, so its seconds ought to stay the same: `efficiency` is one node's round divided by it.
-The seconds of a node's round, in the mean of nodes and rounds, are:
+A round has the same work for each node, so its seconds ought to stay the same: `efficiency` is the first number of nodes' round
+divided by it. The seconds of a node's round, in the mean of nodes and rounds, are:
 
     train      its clients' tasks, by their own clocks        message    until it has a task, and until the head has its answer
     between    it has no task, but will get one               others     it has done its last, and another node has not
     head       before the first task of a round, and after its last answer: the head evaluates, records, and chooses
 
-Of these the head is at work in `send`, `receive` and `aggregate` (of the training), `evaluate`, `write` and `rest`; else it
-waits. `quota used` is how much of its processor's time a worker took, and the head, within the rounds.
+The head's own are in `send`, `receive` and `aggregate` (of the training), `evaluate`, `write` and `rest`; else it does `wait`.
+`quota used` is how much of its processor's time a worker took, and the head, within the rounds.
 """
 
 import argparse
@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-IMAGES = 600  # of each client
 PARTS = ("train", "message", "between", "others", "head")
 PHASES = ("send", "receive", "aggregate", "evaluate", "write", "rest", "wait")  # those of benchmarks/phases.py
 OVERRIDE = """
@@ -68,6 +67,7 @@ class Scaled(NamedTuple):
     """What was measured with so many nodes. Quotas are the parts that were used."""
 
     nodes: int
+    epochs: int
     seconds: float
     part: Part
     phases: dict[str, float]
@@ -153,14 +153,15 @@ class Cluster:
             sys.exit(f"the run on {self.nodes} nodes ended with {run.returncode}")
         (began, before), (ended, after) = notes
         head, *workers = ((b - a) / (ended - began) for a, b in zip(before, after, strict=True))
-        return self._scaled(found[1:], head / self.options.head_quota, statistics.mean(workers) / self.options.quota)
+        used = head / self.options.head_quota, statistics.mean(workers) / self.options.quota
+        return self._scaled(settings["training.local-epochs"], found[1:], *used)
 
-    def _scaled(self, found: Sequence[dict[str, Any]], head: float, workers: float) -> Scaled:
+    def _scaled(self, epochs: int, found: Sequence[dict[str, Any]], head: float, workers: float) -> Scaled:
         parts = [parts_of(each, self.nodes) for each in found]
         mean = Part(*(statistics.mean(each) for each in zip(*parts, strict=True)))
         names = {name for each in found for name in each["seconds"]}
         phases = {name: statistics.mean(each["seconds"].get(name, 0.0) for each in found) for name in names}
-        return Scaled(self.nodes, sum(mean), mean, phases, workers, head)
+        return Scaled(self.nodes, epochs, sum(mean), mean, phases, workers, head)
 
 
 @contextmanager
@@ -174,15 +175,15 @@ def cluster(options: argparse.Namespace, nodes: int, folder: str) -> Iterator[Cl
         found.call("down", "--volumes", "--timeout", "5")
 
 
-def write_images(path: Path, clients: int) -> None:
-    """Write random images, of ten classes, for so many clients; and 1,000 for tests."""
-    draw, sizes = np.random.default_rng(1), {"train": clients * IMAGES, "test": 1000}
+def write_images(path: Path, count: int) -> None:
+    """Write so many random images of ten classes, and 1,000 for tests."""
+    draw, sizes = np.random.default_rng(1), {"train": count, "test": 1000}
     images = {f"x_{name}": draw.integers(0, 255, (size, 28, 28, 1), np.uint8) for name, size in sizes.items()}
     labels = {f"y_{name}": np.arange(size) % 10 for name, size in sizes.items()}
     np.savez(path, **images, **labels)
 
 
-def settings_of(options: argparse.Namespace, nodes: int, most: int) -> dict[str, Any]:
+def settings_of(options: argparse.Namespace, nodes: int, most: int, epochs: int) -> dict[str, Any]:
     """Return the run's settings. There are as many clients for any number of nodes, of which it asks each node's."""
     own = dict(each.split("=", 1) for each in options.set)
     return {
@@ -197,7 +198,7 @@ def settings_of(options: argparse.Namespace, nodes: int, most: int) -> dict[str,
         "clients": most * options.clients_per_node,
         "clients-per-round": nodes * options.clients_per_node,
         "num-rounds": options.rounds + 1,
-        "training.local-epochs": options.epochs,
+        "training.local-epochs": epochs,
         "training.batch-size": 64,
         "training.lr": 0.05,
     } | own
@@ -206,7 +207,7 @@ def settings_of(options: argparse.Namespace, nodes: int, most: int) -> dict[str,
 def line(found: Scaled, one: Scaled) -> str:
     """Return a row of the table."""
     phases = [found.phases.get(name, 0.0) for name in PHASES]
-    cells = [f"{found.nodes}", f"{found.seconds:.2f}", f"{one.seconds / found.seconds:.2f}"]
+    cells = [f"{found.epochs}", f"{found.nodes}", f"{found.seconds:.2f}", f"{one.seconds / found.seconds:.2f}"]
     cells += [f"{each:.2f}" for each in (*found.part, *phases)]
     cells += [f"{found.quota_used:.0%}", f"{found.head_quota_used:.0%}"]
     return f"| {' | '.join(cells)} |"
@@ -220,24 +221,27 @@ def main() -> None:
     parser.add_argument("--head-quota", type=float, default=0.4, help="processors of the head")
     parser.add_argument("--clients-per-node", type=int, default=8, help="in a round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--images", type=int, default=600, help="of each client")
+    parser.add_argument("--epochs", default="1")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
     parser.add_argument("--image", default="piecework-cluster")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     counts, rows = [int(each) for each in options.nodes.split(",")], list[Scaled]()
     if not options.json:
-        heads = "nodes", "seconds", "efficiency", *PARTS, *PHASES, "quota used", "the head's"
+        heads = "epochs", "nodes", "seconds", "efficiency", *PARTS, *PHASES, "quota used", "the head's"
         print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        write_images(Path(folder) / "random.npz", max(counts) * options.clients_per_node)
+        write_images(Path(folder) / "random.npz", max(counts) * options.clients_per_node * options.images)
         for nodes in counts:
             with cluster(options, nodes, folder) as started:
-                rows.append(started.measure(settings_of(options, nodes, max(counts))))
-            row = rows[-1]
-            said = json.dumps(row._asdict() | {"part": row.part._asdict()}) if options.json else line(row, rows[0])
-            print(said, flush=True)
+                for epochs in map(int, options.epochs.split(",")):
+                    row = started.measure(settings_of(options, nodes, max(counts), epochs))
+                    rows.append(row)
+                    one = next(each for each in rows if each.epochs == epochs)
+                    said = json.dumps(row._asdict() | {"part": row.part._asdict()}) if options.json else line(row, one)
+                    print(said, flush=True)
 
 
 if __name__ == "__main__":
