@@ -4,14 +4,16 @@
                               [--json]
 
 The run is real, with the engine `ray` and one worker, but this trains only once: it then answers every task with the update
-that it has. So the head does all that it does: messages are built, taken apart, and put where Ray shares them; answers are
-taken in, read and checked, and added to the running sum. `x0.5` is the width of a model. Its data, four images of 32x32 a
-client, are random.
+that it has. So the head does all that it does. `x0.5` is the width of a model. Its data, four images of 32x32 a client, are
+random. The head's milliseconds for a client are:
+
+    send     its message is built, taken apart, and given to a node      share    its arrays are hashed, and put into Ray's store
+    receive  the answer is copied from there, and its arrays are read    check    it is compared with the model, and recorded
+    add      it is added to the running sum
 
 A client's costs are how much longer a round takes with the second number of `--asked` than with the first, for each client
 more; `a round` is what is left then. Seconds in which the head waits for the worker are left out. What a network takes is left
-out too: `MB/s` are the bytes, in both directions, of so many clients a second. Seconds are medians over the rounds after the
-first.
+out too: `MB/s in` are the answers of so many clients a second. Seconds are medians over the rounds after the first.
 """
 
 import argparse
@@ -25,12 +27,13 @@ from piecework.engines.cluster.address import protect
 if TYPE_CHECKING:
     from benchmarks.head_run import Costs
 
-HEADS = ("model", "MB", "strategy", "to send, ms", "to take in", "to aggregate", "a round, s", "clients/s", "MB/s")
+STEPS = ("send", "share", "receive", "check", "add")
+HEADS = ("model", "MB", "strategy", *(f"{step}, ms" for step in STEPS), "a round, s", "clients/s", "MB/s in")
 
 
 def line(found: "Costs") -> str:
     """Return a row of the table."""
-    milliseconds = [f"{1e3 * each:.1f}" for each in (found.send, found.receive, found.aggregate)]
+    milliseconds = [f"{1e3 * each:.1f}" for each in (getattr(found, step) for step in STEPS)]
     rest = [f"{found.round:.2f}", f"{found.clients:.1f}", f"{found.clients * found.bytes / 1e6:.0f}"]
     return f"| {' | '.join([found.model, f'{found.megabytes:.2f}', found.strategy, *milliseconds, *rest])} |"
 

@@ -11,7 +11,7 @@ import numpy as np
 import ray
 from flwr.app import Message
 
-from benchmarks.phases import AGGREGATE, RECEIVE, SEND, Watched, watching
+from benchmarks.phases import ADD, CHECK, RECEIVE, SEND, SHARE, Watched, watching
 from piecework.engines.cluster import nodes
 from piecework.engines.cluster.shared_arrays import Apart
 from piecework.engines.cluster.worker import Answered, Job, Worker
@@ -20,7 +20,7 @@ from piecework.server_app.records import RunDir
 from piecework.training.settings import Settings
 
 IMAGES = 4  # of each client
-CLIENT = (SEND, RECEIVE, AGGREGATE)
+CLIENT = (SEND, SHARE, RECEIVE, CHECK, ADD)
 
 
 class Echo(Worker):
@@ -41,21 +41,23 @@ class Echo(Worker):
 
 
 class Costs(NamedTuple):
-    """The head's costs with a model: seconds for each client and for a round, and the bytes of a client's two messages."""
+    """The head's costs with a model: seconds for each client and for a round, and the bytes of a client's answer."""
 
     model: str
     strategy: str
     megabytes: float
     send: float
+    share: float
     receive: float
-    aggregate: float
+    check: float
+    add: float
     round: float
     bytes: float
 
     @property
     def clients(self) -> float:
         """Clients a second, if a round has many."""
-        return 1 / (self.send + self.receive + self.aggregate)
+        return 1 / (self.send + self.share + self.receive + self.check + self.add)
 
 
 def rounds_of(model: str, strategy: str, asked: int, rounds: int, folder: Path) -> tuple[list[Watched], list[dict]]:
@@ -100,9 +102,9 @@ def costs(model: str, strategy: str, asked: Sequence[int], rounds: int, folder: 
     own = {phase: (median(many, phase) - median(few, phase)) / more for phase in CLIENT}
     busy = statistics.median(each.busy for each in many[0])
     record = many[1][-1]
-    sent = (record["bytes_down"] + record["bytes_up"]) / record["answered"]
+    answer = record["bytes_up"] / record["answered"]
     weights = record["clients"][0]["bytes_down"] / 1e6
-    return Costs(model, strategy, weights, *own.values(), busy - asked[1] * sum(own.values()), sent)
+    return Costs(model, strategy, weights, *own.values(), busy - asked[1] * sum(own.values()), answer)
 
 
 def write_images(path: Path, clients: int) -> None:

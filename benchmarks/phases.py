@@ -11,21 +11,24 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from piecework.engines.cluster.grid import RayGrid
+from piecework.engines.cluster.shared_arrays import SharedArrays
 from piecework.federation import dispatcher, reply_guard, reports
 from piecework.server_app import rounds
 from piecework.strategies.server import MethodServer
 
-SEND, RECEIVE, AGGREGATE, EVALUATE, WRITE, WAIT, REST = PHASES = (
-    *("send", "receive", "aggregate", "evaluate", "write", "wait", "rest"),
+SEND, SHARE, RECEIVE, CHECK, ADD, EVALUATE, WRITE, REST, WAIT = PHASES = (
+    *("send", "share", "receive", "check", "add", "evaluate", "write", "rest", "wait"),
 )
 STEPS: tuple[tuple[Any, str, str], ...] = (
     (reply_guard.ReplyGuard, "push_messages", SEND),
     (RayGrid, "_feed", SEND),
+    (SharedArrays, "put", SHARE),
     (RayGrid, "_collect", WAIT),
     (RayGrid, "_settle", RECEIVE),
     (RayGrid, "_take", RECEIVE),
     (reports.ClientReport, "take", RECEIVE),
-    (MethodServer, "aggregate_train", AGGREGATE),
+    (dispatcher.Dispatcher, "read", CHECK),
+    (MethodServer, "aggregate_train", ADD),
     (rounds.Run, "_evaluate", EVALUATE),
     (rounds.Run, "_checkpoint", WRITE),
 )

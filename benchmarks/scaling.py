@@ -1,6 +1,6 @@
 """Measure how a round's seconds grow when clients grow with the nodes of a Ray cluster, and where a node's time goes.
 
-    python -m benchmarks.scaling [--nodes 1,2,4] [--quota 0.4] [--head-quota 0.4] [--clients-per-node 8] [--images 600]
+    python -m benchmarks.scaling [--nodes 1,2,4] [--quota 0.35] [--head-quota 0.4] [--clients-per-node 8] [--images 600]
                                  [--epochs 1,5] [--rounds 5] [--set KEY=VALUE] [--image piecework-cluster] [--json]
 
 The nodes are containers of docker-compose.cluster.yml, whose image must be there (docs/cluster.md): a head with the run and no
@@ -15,8 +15,9 @@ divided by it. The seconds of a node's round, in the mean of nodes and rounds, a
     between    it has no task, but will get one               others     it has done its last, and another node has not
     head       before the first task of a round, and after its last answer: the head evaluates, records, and chooses
 
-The head's own are in `send`, `receive` and `aggregate` (of the training), `evaluate`, `write` and `rest`; else it does `wait`.
-`quota used` is how much of its processor's time a worker took, and the head, within the rounds.
+The head's own are `send`, `share`, `receive`, `check`, `add` (as in benchmarks/head.py), `evaluate`, `write` (the checkpoint)
+and `rest`; else it does `wait`. `quota used` is how much of its processor's time a worker took, and the head, within the
+rounds.
 """
 
 import argparse
@@ -37,7 +38,17 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("train", "message", "between", "others", "head")
-PHASES = ("send", "receive", "aggregate", "evaluate", "write", "rest", "wait")  # those of benchmarks/phases.py
+PHASES = (
+    "send",
+    "share",
+    "receive",
+    "check",
+    "add",
+    "evaluate",
+    "write",
+    "rest",
+    "wait",
+)  # those of benchmarks/phases.py
 OVERRIDE = """
 services:
   head:
@@ -217,7 +228,7 @@ def main() -> None:
     """Print a line for each number of nodes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="1,2,4")
-    parser.add_argument("--quota", type=float, default=0.4, help="processors of a worker")
+    parser.add_argument("--quota", type=float, default=0.35, help="processors of a worker")
     parser.add_argument("--head-quota", type=float, default=0.4, help="processors of the head")
     parser.add_argument("--clients-per-node", type=int, default=8, help="in a round")
     parser.add_argument("--rounds", type=int, default=5)

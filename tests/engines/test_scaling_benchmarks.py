@@ -39,4 +39,4 @@ def test_a_worker_that_trains_once_answers_every_task(tmp_path: Path) -> None:
     assert sorted(call.client for call in watched.calls) == [0, 1, 2]
     assert all(watched.began < call.began < call.ended < watched.ended for call in watched.calls)
     assert sum(watched.seconds.values()) == pytest.approx(watched.ended - watched.began)
-    assert min(watched.seconds[phase] for phase in ("send", "receive", "aggregate", "write", "wait")) > 0
+    assert min(watched.seconds[phase] for phase in ("send", "share", "receive", "check", "add", "write", "wait")) > 0
