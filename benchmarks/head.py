@@ -7,8 +7,10 @@ The run is real, with the engine `ray` and one worker, but this trains only once
 that it has. So the head does all that it does. `x0.5` is the width of a model. Its data, four images of 32x32 a client, are
 random. The head's milliseconds for a client are:
 
-    send     its message is built, taken apart, and given to a node      share    its arrays are hashed, and put into Ray's store
-    receive  the answer is copied from there, and its arrays are read    check    it is compared with the model, and recorded
+    send     its message is built, taken apart, and given to a node
+    share    its arrays are hashed, and put into Ray's store if they are not there yet
+    receive  the answer is copied from there, and taken apart
+    check    its arrays are read, and compared with the model; it is recorded
     add      it is added to the running sum
 
 A client's costs are how much longer a round takes with the second number of `--asked` than with the first, for each client

@@ -6,7 +6,8 @@
 The nodes are containers of docker-compose.cluster.yml, whose image must be there (docs/cluster.md): a head with the run and no
 client, and workers with one client at a time. Each has as much of a processor as its quota says, so that they do not take each
 other's where the machine has more than the sum. Each client has random images of 28x28; by default the model is LeNet-5
-(1.7 MB) and the system FedAvg, with batches of 64. A round asks so many clients of each node, and the first one is left out.
+(1.7 MB) and the system FedAvg, with batches of 64. A round asks so many clients of each node. The quotas hold from the second
+round on, so that a cluster starts soon, and the first two rounds are left out.
 
 A round has the same work for each node, so its seconds ought to stay the same: `efficiency` is the first number of nodes' round
 divided by it. The seconds of a node's round, in the mean of nodes and rounds, are:
@@ -15,9 +16,9 @@ divided by it. The seconds of a node's round, in the mean of nodes and rounds, a
     between    it has no task, but will get one               others     it has done its last, and another node has not
     head       before the first task of a round, and after its last answer: the head evaluates, records, and chooses
 
-The head's own are `send`, `share`, `receive`, `check`, `add` (as in benchmarks/head.py), `evaluate`, `write` (the checkpoint)
-and `rest`; else it does `wait`. `quota used` is how much of its processor's time a worker took, and the head, within the
-rounds.
+`at work` are the seconds of a round in which the head's run does not wait, beside the nodes' work or alone, and `evaluate` those
+of them in which it evaluates the model. `quota used` is how much of its processor's time a worker took, and the head, with
+Ray's own processes. `--json` has the head's seconds by phase (as in benchmarks/head.py, and `write`, the checkpoint).
 """
 
 import argparse
@@ -38,7 +39,6 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("train", "message", "between", "others", "head")
-PHASES = (
     "send",
     "share",
     "receive",
@@ -52,12 +52,12 @@ PHASES = (
 OVERRIDE = """
 services:
   head:
-    cpus: {quota}
     command: >-
       ray start --head --block --port 6379 --include-dashboard false --num-cpus 0 --object-store-memory 250000000
     volumes: ["{benchmarks}:/app/benchmarks:ro"]
 """
 PATIENCE_SECONDS = 300.0
+WARM_UP = 2  # rounds
 # What a container has used of processors so far, in nanoseconds.
 USAGE = (
     "awk '/usage_usec/{print $2*1000}' /sys/fs/cgroup/cpu.stat 2>/dev/null || cat /sys/fs/cgroup/cpuacct/cpuacct.usage"
@@ -106,7 +106,7 @@ class Cluster:
     def __init__(self, options: argparse.Namespace, nodes: int, folder: str) -> None:
         self.options, self.nodes = options, nodes
         override = Path(folder) / "override.yml"
-        override.write_text(OVERRIDE.format(quota=options.head_quota, benchmarks=ROOT / "benchmarks"), encoding="utf-8")
+        override.write_text(OVERRIDE.format(benchmarks=ROOT / "benchmarks"), encoding="utf-8")
         compose = ["docker", "compose"]
         if subprocess.run([*compose, "version"], capture_output=True, check=False).returncode:
             compose = ["docker-compose"]
@@ -116,7 +116,7 @@ class Cluster:
             "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2,
             "PIECEWORK_CLUSTER_IMAGE": options.image,
             "PIECEWORK_HEAD_DATA": folder,
-            "PIECEWORK_NODE_CPUS": str(options.quota),
+            "PIECEWORK_NODE_CPUS": str(os.cpu_count()),
         }
 
     def call(self, *words: str) -> str:
@@ -142,6 +142,11 @@ class Cluster:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.split("Pending:")[0].count(" node_")
 
+    def _limit(self, head: float, workers: float) -> None:
+        """Set how much of a processor the head has, and each worker."""
+        for quota, containers in ((head, [self.head]), (workers, self.workers)):
+            subprocess.run(["docker", "update", "--cpus", str(quota), *containers], capture_output=True, check=True)
+
     def used(self, container: str) -> float:
         """Return the seconds of processors that a container has used."""
         command = ["docker", "exec", container, "sh", "-c", USAGE]
@@ -149,6 +154,7 @@ class Cluster:
 
     def measure(self, settings: dict[str, Any]) -> Scaled:
         """Run on the cluster."""
+        self._limit(head=os.cpu_count() or 1, workers=os.cpu_count() or 1)
         code = "from benchmarks.scaling_run import drive; drive()"
         command = ["docker", "exec", "-i", "-w", "/app", self.head, "python", "-c", code]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
@@ -157,7 +163,9 @@ class Cluster:
             run.stdin.close()
             notes, found = list[tuple[float, list[float]]](), list[dict[str, Any]]()
             for said in map(json.loads, run.stdout):
-                if said in (1, settings["num-rounds"]):
+                if said == 1:
+                    self._limit(self.options.head_quota, self.options.quota)
+                if said in (WARM_UP, settings["num-rounds"]):
                     notes.append((time.perf_counter(), [self.used(each) for each in (self.head, *self.workers)]))
                 found = said
         if run.returncode or len(notes) < 2:
@@ -165,13 +173,12 @@ class Cluster:
         (began, before), (ended, after) = notes
         head, *workers = ((b - a) / (ended - began) for a, b in zip(before, after, strict=True))
         used = head / self.options.head_quota, statistics.mean(workers) / self.options.quota
-        return self._scaled(settings["training.local-epochs"], found[1:], *used)
+        return self._scaled(settings["training.local-epochs"], found[WARM_UP:], *used)
 
     def _scaled(self, epochs: int, found: Sequence[dict[str, Any]], head: float, workers: float) -> Scaled:
         parts = [parts_of(each, self.nodes) for each in found]
         mean = Part(*(statistics.mean(each) for each in zip(*parts, strict=True)))
-        names = {name for each in found for name in each["seconds"]}
-        phases = {name: statistics.mean(each["seconds"].get(name, 0.0) for each in found) for name in names}
+        phases = {name: statistics.mean(each["seconds"][name] for each in found) for name in found[0]["seconds"]}
         return Scaled(self.nodes, epochs, sum(mean), mean, phases, workers, head)
 
 
@@ -208,7 +215,7 @@ def settings_of(options: argparse.Namespace, nodes: int, most: int, epochs: int)
         "fleet": "unlimited",
         "clients": most * options.clients_per_node,
         "clients-per-round": nodes * options.clients_per_node,
-        "num-rounds": options.rounds + 1,
+        "num-rounds": options.rounds + WARM_UP,
         "training.local-epochs": epochs,
         "training.batch-size": 64,
         "training.lr": 0.05,
@@ -217,9 +224,9 @@ def settings_of(options: argparse.Namespace, nodes: int, most: int, epochs: int)
 
 def line(found: Scaled, one: Scaled) -> str:
     """Return a row of the table."""
-    phases = [found.phases.get(name, 0.0) for name in PHASES]
+    head = found.seconds - found.phases["wait"], found.phases["evaluate"]
     cells = [f"{found.epochs}", f"{found.nodes}", f"{found.seconds:.2f}", f"{one.seconds / found.seconds:.2f}"]
-    cells += [f"{each:.2f}" for each in (*found.part, *phases)]
+    cells += [f"{each:.2f}" for each in (*found.part, *head)]
     cells += [f"{found.quota_used:.0%}", f"{found.head_quota_used:.0%}"]
     return f"| {' | '.join(cells)} |"
 
@@ -240,7 +247,7 @@ def main() -> None:
     options = parser.parse_args()
     counts, rows = [int(each) for each in options.nodes.split(",")], list[Scaled]()
     if not options.json:
-        heads = "epochs", "nodes", "seconds", "efficiency", *PARTS, *PHASES, "quota used", "the head's"
+        heads = "epochs", "nodes", "seconds", "efficiency", *PARTS, "at work", "evaluate", "quota used", "the head's"
         print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
