@@ -16,9 +16,10 @@ divided by it. The seconds of a node's round, in the mean of nodes and rounds, a
     between    it has no task, but will get one               others     it has done its last, and another node has not
     head       before the first task of a round, and after its last answer: the head evaluates, records, and chooses
 
-`at work` are the seconds of a round in which the head's run does not wait, beside the nodes' work or alone, and `evaluate` those
-of them in which it evaluates the model. `quota used` is how much of its processor's time a worker took, and the head, with
-Ray's own processes. `--json` has the head's seconds by phase (as in benchmarks/head.py, and `write`, the checkpoint).
+`at work` are the seconds of a round in which the head's run does not wait, beside the nodes' work or alone, and `evaluate`
+those of them in which it evaluates the model. `quota used` is how much of its processor's time a worker took, and the head,
+and `the run` is how much of that of the head was the run's own process; the rest are Ray's. `--json` has the head's seconds by
+phase (as in benchmarks/head.py, and `write`, the checkpoint).
 """
 
 import argparse
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,16 +41,6 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("train", "message", "between", "others", "head")
-    "send",
-    "share",
-    "receive",
-    "check",
-    "add",
-    "evaluate",
-    "write",
-    "rest",
-    "wait",
-)  # those of benchmarks/phases.py
 OVERRIDE = """
 services:
   head:
@@ -75,7 +67,7 @@ class Part(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """What was measured with so many nodes. Quotas are the parts that were used."""
+    """What was measured with so many nodes: see the top of this file."""
 
     nodes: int
     epochs: int
@@ -84,6 +76,7 @@ class Scaled(NamedTuple):
     phases: dict[str, float]
     quota_used: float
     head_quota_used: float
+    run_part: float
 
 
 def parts_of(found: dict[str, Any], nodes: int) -> Part:
@@ -171,15 +164,18 @@ class Cluster:
         if run.returncode or len(notes) < 2:
             sys.exit(f"the run on {self.nodes} nodes ended with {run.returncode}")
         (began, before), (ended, after) = notes
-        head, *workers = ((b - a) / (ended - began) for a, b in zip(before, after, strict=True))
-        used = head / self.options.head_quota, statistics.mean(workers) / self.options.quota
-        return self._scaled(settings["training.local-epochs"], found[WARM_UP:], *used)
+        head, *workers = (b - a for a, b in zip(before, after, strict=True))
+        used = statistics.mean(workers) / self.options.quota, head / self.options.head_quota
+        own = sum(each["processor"] for each in found[WARM_UP:]) / head
+        return self._scaled(
+            settings["training.local-epochs"], found[WARM_UP:], *(u / (ended - began) for u in used), own
+        )
 
-    def _scaled(self, epochs: int, found: Sequence[dict[str, Any]], head: float, workers: float) -> Scaled:
+    def _scaled(self, epochs: int, found: Sequence[dict[str, Any]], *used: float) -> Scaled:
         parts = [parts_of(each, self.nodes) for each in found]
         mean = Part(*(statistics.mean(each) for each in zip(*parts, strict=True)))
         phases = {name: statistics.mean(each["seconds"][name] for each in found) for name in found[0]["seconds"]}
-        return Scaled(self.nodes, epochs, sum(mean), mean, phases, workers, head)
+        return Scaled(self.nodes, epochs, sum(mean), mean, phases, *used)
 
 
 @contextmanager
@@ -201,9 +197,17 @@ def write_images(path: Path, count: int) -> None:
     np.savez(path, **images, **labels)
 
 
+def convert(text: str) -> Any:
+    """Return a setting's value: a number or a truth value if the text is one, else the text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def settings_of(options: argparse.Namespace, nodes: int, most: int, epochs: int) -> dict[str, Any]:
     """Return the run's settings. There are as many clients for any number of nodes, of which it asks each node's."""
-    own = dict(each.split("=", 1) for each in options.set)
+    own = {key: convert(value) for key, value in (each.split("=", 1) for each in options.set)}
     return {
         "engine": "ray",
         "strategy": "fedavg",
@@ -227,7 +231,7 @@ def line(found: Scaled, one: Scaled) -> str:
     head = found.seconds - found.phases["wait"], found.phases["evaluate"]
     cells = [f"{found.epochs}", f"{found.nodes}", f"{found.seconds:.2f}", f"{one.seconds / found.seconds:.2f}"]
     cells += [f"{each:.2f}" for each in (*found.part, *head)]
-    cells += [f"{found.quota_used:.0%}", f"{found.head_quota_used:.0%}"]
+    cells += [f"{found.quota_used:.0%}", f"{found.head_quota_used:.0%}", f"{found.run_part:.0%}"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -247,7 +251,18 @@ def main() -> None:
     options = parser.parse_args()
     counts, rows = [int(each) for each in options.nodes.split(",")], list[Scaled]()
     if not options.json:
-        heads = "epochs", "nodes", "seconds", "efficiency", *PARTS, "at work", "evaluate", "quota used", "the head's"
+        heads = (
+            "epochs",
+            "nodes",
+            "seconds",
+            "efficiency",
+            *PARTS,
+            "at work",
+            "evaluate",
+            "quota used",
+            "the head's",
+            "the run",
+        )
         print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
