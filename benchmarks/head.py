@@ -43,7 +43,7 @@ def line(found: "Costs") -> str:
 def main() -> None:
     """Print a line for each model and strategy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="lenet5x0.3,resnet18x0.15,resnet18x0.5,resnet18")
+    parser.add_argument("--models", default="lenet5x0.3,lenet5,resnet18x0.15,resnet18x0.5,resnet18")
     parser.add_argument("--strategies", default="fedavg")
     parser.add_argument("--asked", default="10,40", help="two numbers of clients")
     parser.add_argument("--rounds", type=int, default=3)
