@@ -91,9 +91,9 @@ class Watch:
         self.rounds.append(self._now)
         self._now = Watched(self._since, time.process_time())
 
-    def give(self, identifier: str, node: str, client: int) -> None:
-        """A node has a client's task."""
-        self._begun[identifier] = node, client, time.perf_counter()
+    def give(self, identifier: str, node: str, client: int, began: float) -> None:
+        """A node got a client's task at this time."""
+        self._begun[identifier] = node, client, began
 
     def got(self, identifier: str) -> None:
         """The head has the answer."""
@@ -119,9 +119,10 @@ def watching() -> Iterator[Watch]:
                 yield message
 
         def give(grid: Any, want: Any, node: Any, worker: str) -> None:
-            if grid._waiting[want.identifier].trains:
-                watch.give(want.identifier, node.name, want.client)
+            began = time.perf_counter()
             begin(grid, want, node, worker)
+            if grid._begun[want.identifier].trains:
+                watch.give(want.identifier, node.name, want.client, began)
 
         def got(grid: Any, reference: Any) -> None:
             identifier = grid._calls[reference].identifier
