@@ -148,6 +148,17 @@ def grid_that_ends(**attributes: Any) -> Any:
     return type("Ends", (Ends,), attributes)
 
 
+def make_ready(grid: Any, name: str) -> None:
+    """Wait until a node can train a client at once: its worker has started, and Ray keeps memory for it there."""
+
+    def is_ready() -> bool:
+        grid._collect(time.monotonic())
+        node = grid._nodes.known.get(name)
+        return node is not None and bool(node.idle) and grid._nodes.reserve(node, 2**20)
+
+    wait_until(is_ready, "no worker starts on a node")
+
+
 def killing_grid(times: int, action: Any, server_round: str = "1") -> Any:
     """A grid that does something to the worker that trains client 1 in a round, as often as this, when it has begun."""
     from piecework.engines.cluster.grid import RayGrid
