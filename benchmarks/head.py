@@ -35,7 +35,7 @@ HEADS = ("model", "MB", "strategy", *(f"{step}, ms" for step in STEPS), "a round
 
 def line(found: "Costs") -> str:
     """Return a row of the table."""
-    milliseconds = [f"{1e3 * each:.1f}" for each in (getattr(found, step) for step in STEPS)]
+    milliseconds = [f"{1e3 * max(0.0, each):.1f}" for each in (getattr(found, step) for step in STEPS)]
     rest = [f"{found.round:.2f}", f"{found.clients:.1f}", f"{found.clients * found.bytes / 1e6:.0f}"]
     return f"| {' | '.join([found.model, f'{found.megabytes:.2f}', found.strategy, *milliseconds, *rest])} |"
 

@@ -205,6 +205,8 @@ def _recompute(costs: Costs, forms: Sequence[Part], allowed: int) -> Part | None
 
     The segments are optimal for the profile. If the traced step takes more than the profile says, the limit is lowered by that.
     """
+    if not forms:
+        return None
     flops = _forward_flops(forms[0])
 
     def plan(form: Part, limit: float) -> Part | None:

@@ -66,9 +66,12 @@ def test_the_same_objects_are_hashed_once_and_put_once(monkeypatch: pytest.Monke
     assert held.put([memoryview(one)]) == first[:1]  # not of the last message: hashed again
     assert (hashed, put) == ([3, 5, 3, 3], [b"one", b"other"])
     assert held.references(first) == [1, 2]
+    halves = [memoryview(b"leftright")[:4], memoryview(b"leftright")[4:]]
+    assert len({*held.put(halves), *held.put(halves)}) == 2  # parts of one object are told apart
     for digests in (first, first[::-1], first[:1], first[:1]):
         held.release(digests)
-    assert len(held) == 2
+    assert len(held) == 4
+    held.release(held.put(halves) * 3)
     held.forget()
     assert len(held) == 0
 

@@ -14,6 +14,7 @@ from helpers import run_local
 from ray_helpers import (
     TINY_RUN,
     grid_that_ends,
+    is_alive,
     kill_worker,
     killing_grid,
     lose_node,
@@ -82,8 +83,8 @@ def test_a_node_is_lost_within_a_round(tmp_path: Path, two_nodes: Any) -> None:
     require_same_run(run, run_local(tmp_path / "local", **settings))
 
 
-def test_the_head_is_killed_and_resumed(tmp_path: Path) -> None:
-    """Its own Ray dies with it, and the resumed run ends as one that nothing happened to. Another cluster may run beside it."""
+def test_the_head_is_killed_and_resumed(tmp_path: Path, two_nodes: Any) -> None:
+    """Its own Ray dies with it, and the resumed run ends as one that nothing happened to. A cluster beside it goes on."""
     values = {"strategy": "spafl", "fleet": "unlimited", "training.local-iterations": 2, "clients-per-round": 2}
     sets = [f"--set={key}={value}" for key, value in values.items()]
     call = [sys.executable, "-m", "piecework", "run", "--nodes=2", "--set=workers=1", *sets]
@@ -118,3 +119,4 @@ def test_the_head_is_killed_and_resumed(tmp_path: Path) -> None:
     subprocess.run(local, cwd=tmp_path, check=True, capture_output=True)
     require_same_model(run_dir, RunDir(tmp_path / "runs" / "local"))
     assert json.loads((run_dir.path / "summary.json").read_text())["status"] == "completed"
+    assert all(is_alive(node) for node in two_nodes.list_all_nodes())

@@ -122,6 +122,9 @@ def test_both_ways_fit_where_neither_does_alone() -> None:
 
 
 def test_no_micro_batch_of_one_example_for_a_batch_norm() -> None:
+    """A batch of two cannot be cut, whatever memory there is."""
+    small = CostModel(a_training_config(2), None, (part := costs_of("convnet")[1]).blueprint)
+    assert cheapest(small, part, 1000, BOTH) is None
     assert [part.micro_batch for part in slices(*costs_of("convnet"))] == [8, 4, 3]
     assert [part.micro_batch for part in slices(*costs_of("lenet5"))] == [8, 4, 2, 1]
 

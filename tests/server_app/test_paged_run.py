@@ -1,6 +1,7 @@
 """Boards that page through the whole model train as if they had room for all of it."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,17 @@ def test_boards_that_page_come_to_the_model_of_large_ones(tmp_path: Path) -> Non
                 assert client["train_loss"] == plain["train_loss"]
                 assert min(client["disk_read"], client["disk_written"]) > 0
                 assert (plain["step"], plain["disk_read"], plain["disk_written"]) == ("", 0, 0)
+
+
+@pytest.mark.alone
+def test_ten_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+    """Each is at the write of a tensor to a page, of some 700 in the run."""
+    large = run_local(tmp_path / "large", **PAGED | {"fleet": "unlimited"})
+    points = [f"page-{n}" for n in sorted(random.Random(1).sample(range(1, 700), 10))]
+    for _, _, run in kill_and_resume(tmp_path, points):
+        assert same(model_of(large), model_of(run))
+        for record, other in zip(run.rounds(), large.rounds(), strict=True):
+            assert (record["accuracy"], record["loss"]) == (other["accuracy"], other["loss"])
 
 
 @pytest.mark.parametrize("norms", ["measured", "static"])

@@ -116,14 +116,14 @@ class RayGrid(OrderedGrid):
         while self._waiting:
             address = next(iter(self._waiting)).address
             self._homes.look(address.state_dir, address.experiment)
-            if address.experiment and not self._nodes.all_came(self._homes.asked):
+            if self._homes.begun and not self._nodes.all_came(self._homes.asked):
                 return None  # a state may lie on a node that has not said so yet
             busy = {each.want.client for each in self._begun.values()}
             wants = (each.want for each in self._waiting if each.want.client not in busy)
             nodes = [
                 node
                 for name, node in self._nodes.known.items()
-                if name not in full and (self._homes.asked(name) or not address.experiment)
+                if name not in full and (self._homes.asked(name) or not self._homes.begun)
             ]
             found = choose(wants, nodes, self._homes.places)
             if found is None:
@@ -181,7 +181,7 @@ class RayGrid(OrderedGrid):
             left = max(0.0, deadline - time.monotonic())
             found, _ = ray.wait(pending, timeout=min(POLL_SECONDS, left)) if pending else ([], [])
             if not pending:
-                doing("Ray: %d clients wait for a node with memory for them", len(self._waiting))
+                doing("Ray: clients that wait for a node with memory for them: %d", len(self._waiting))
                 time.sleep(min(POLL_SECONDS, left))  # for memory that Ray has not given yet, or a node
             if found and found[0] in self._nodes.starting:
                 self._nodes.greet(found[0])

@@ -37,9 +37,9 @@ class Homes:
 
     def look(self, state_dir: str, experiment: str) -> None:
         """Ask nodes that were not asked yet where they keep clients' folders, and what of the experiment they hold."""
-        if not experiment:
+        if not (experiment or self.begun):
             return
-        if not self._experiment:
+        if not self.begun:
             self._root, self._experiment = Path(state_dir), experiment
             self._root.mkdir(parents=True, exist_ok=True)
             self._mark.write_text(self._secret, encoding="utf-8")
@@ -48,6 +48,11 @@ class Homes:
         for name in self.nodes.known.keys() - self._folders.keys():
             if (worker := next(iter(self.nodes.known[name].idle), None)) is not None:
                 self._ask(name, worker)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is an experiment, of which nodes may hold states."""
+        return bool(self._experiment)
 
     def asked(self, name: str) -> bool:
         """Whether it is known where a node keeps clients' folders."""

@@ -26,9 +26,12 @@ class Keeper:
 
 
 KEEPER: Any = ray.remote(Keeper)
+KEEPER_BYTES = 2**27  # of a keeper and the archive that it makes
+RETRIES = 3  # of what a keeper that died was asked
 
 
 def start_keeper(node: str) -> Any:
     """Start the keeper of a node; returns Ray's handle. If it dies, Ray starts it again, and repeats what it was asked."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return KEEPER.options(num_cpus=0, max_restarts=-1, max_task_retries=1, scheduling_strategy=strategy).remote()
+    options = {"num_cpus": 0, "memory": KEEPER_BYTES, "max_restarts": -1, "max_task_retries": RETRIES}
+    return KEEPER.options(**options, scheduling_strategy=strategy).remote()

@@ -14,6 +14,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from piecework.engines.cluster.book import FLOOR, Node, gpu_fraction
+from piecework.engines.cluster.keeper import KEEPER_BYTES
 from piecework.engines.cluster.start import require_same
 from piecework.engines.cluster.travel import checksums, read_data
 from piecework.engines.cluster.worker import Worker
@@ -80,7 +81,7 @@ class Nodes:
             cores, lacks = int(resources.get("CPU", 0)), self._on_gpus and resources.get("GPU", 0) < 1
             if cores < 1 or lacks or name in self._refused:
                 continue
-            self.known[name] = node = Node(name, int(resources.get("memory", 0)))
+            self.known[name] = node = Node(name, max(0, int(resources.get("memory", 0)) - KEEPER_BYTES))
             for _ in range(max(1, min(cores, self._most or cores, node.memory // (2 * FLOOR)))):
                 self._start(name)
 
@@ -150,6 +151,7 @@ class Nodes:
             raise EngineError(f"{self.address(name)}: {why}")
         LOG.warning("node %s of the Ray cluster is left out: %s", self.address(name), why)
         self._refused.add(name)
+        self._give_back(name)
         for worker in [worker for worker, (_, node) in self._actors.items() if node == name]:
             with suppress(ray.exceptions.RayError):
                 ray.kill(self._actors.pop(worker)[0])

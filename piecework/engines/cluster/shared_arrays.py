@@ -67,16 +67,18 @@ class SharedArrays:
 
     def __init__(self) -> None:
         self._held: dict[bytes, Held] = {}
-        self._last: dict[int, tuple[Any, bytes]] = {}  # the last message's bytes by identity, with their digests
+        self._last: dict[int, tuple[bytes, bytes]] = {}  # the last message's bytes by identity, with their digests
 
     def put(self, buffers: list[memoryview]) -> list[bytes]:
         """Put those buffers into Ray's store that are not there yet; return the digest of each."""
         digests, last, self._last = [], self._last, {}
         for buffer in buffers:
-            known, digest = last.get(id(buffer.obj), (None, b""))
-            if known is not buffer.obj:  # the next client often gets the same objects, of which one hash is enough
+            whole = buffer.obj if isinstance(buffer.obj, bytes) and buffer.nbytes == len(buffer.obj) else None
+            known, digest = last.get(id(whole), (None, b""))
+            if known is None:  # the next client often gets the same objects, of which one hash is enough
                 digest = hashlib.blake2b(buffer, digest_size=16).digest()
-            self._last[id(buffer.obj)] = buffer.obj, digest
+            if whole is not None:
+                self._last[id(whole)] = whole, digest
             if (held := self._held.get(digest)) is None:
                 held = self._held[digest] = Held(ray.put(np.frombuffer(buffer, np.uint8)))
             held.shared |= held.messages > 0
