@@ -58,9 +58,9 @@ def test_boards_that_page_come_to_the_model_of_large_ones(tmp_path: Path) -> Non
 
 @pytest.mark.alone
 def test_ten_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
-    """Each is at the write of a tensor to a page, of some 700 in the run."""
+    """Each is at the write of a tensor to a page, of some 600 in the run."""
     large = run_local(tmp_path / "large", **PAGED | {"fleet": "unlimited"})
-    points = [f"page-{n}" for n in sorted(random.Random(1).sample(range(1, 700), 10))]
+    points = [f"page-{n}" for n in sorted(random.Random(1).sample(range(1, 600), 10))]
     for _, _, run in kill_and_resume(tmp_path, points):
         assert same(model_of(large), model_of(run))
         for record, other in zip(run.rounds(), large.rounds(), strict=True):

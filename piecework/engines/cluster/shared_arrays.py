@@ -24,9 +24,12 @@ class Apart(NamedTuple):
 
 
 def take_apart(message: Message) -> tuple[Apart, list[memoryview]]:
-    """Take the larger arrays out of a message; return the rest, and their bytes. The message keeps none of them."""
+    """Take the larger arrays out of a message; return the rest, and their bytes. The message keeps none of them.
+
+    An error has no content, and nothing is taken out of it.
+    """
     places, buffers = [], []
-    for key, record in message.content.array_records.items():
+    for key, record in message.content.array_records.items() if message.has_content() else ():
         for name, array in record.items():
             if len(array.data) >= SMALL:
                 places.append((key, name))
