@@ -36,7 +36,7 @@ from piecework.models.imported.source import is_own
 from piecework.models.static_norms import is_statistic
 from piecework.models.zoo import require_model
 from piecework.training.accelerator import NoAcceleratorError, find_device, without_denormals
-from piecework.training.answers import Metrics, NodeInfo, Outcome, reply
+from piecework.training.answers import TOLD_IN_PRIVATE, Metrics, NodeInfo, Outcome, reply
 from piecework.training.memory_cap import ResidentPeak, is_out_of_memory
 from piecework.training.messages import Question, Task, content_bytes
 from piecework.training.methods import find_entry
@@ -115,6 +115,8 @@ def train(message: Message, context: Context) -> Message:
             "seconds": time.perf_counter() - started,
             "seen": update.seen,
         }
+        if client.settings.privacy.on:
+            measured = {name: value for name, value in measured.items() if name in TOLD_IN_PRIVATE}
         return Outcome("ok", done=tuple(update.done)), measured, arrays
 
     return answer(message, context, work)

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
 
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.cascade import unit_of
 from piecework.models.partition import AtomTooLargeError
 from piecework.models.variant import Variant
+from piecework.models.width import Indices, take
 from piecework.models.work_item import WorkItem
 from piecework.planning.cut import Cut, label
 from piecework.planning.page_plan import speed_of
@@ -58,6 +59,18 @@ class OfUnits:
     def __call__(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the arrays of the units, not copied."""
         return ArrayRecord({name: array for name, array in arrays.items() if unit_of(name) in self.units})
+
+
+@dataclass(frozen=True)
+class OfEntries:
+    """Selects the entries of the model's arrays at `indices`, by name, which are found for each message."""
+
+    indices: Callable[[], Mapping[str, Indices]]
+
+    def __call__(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the entries, copied."""
+        indices = self.indices().items()
+        return ArrayRecord({name: Array(take(arrays[name].numpy(), where)) for name, where in indices})
 
 
 def nothing(arrays: ArrayRecord) -> ArrayRecord:

@@ -18,6 +18,8 @@ def round_line(record: Record, total_rounds: int) -> str:
     if record["loss"] is not None:
         parts.append(f"loss {record['loss']:.3f}")
     parts.append(f"{record['answered']}/{record['asked']} clients ok")
+    if private := record.get("privacy"):
+        parts.append(f"epsilon {private['epsilon']:.3g}")
     peak = peak_over_budget([record])
     if peak is not None:
         parts.append(f"peak {format_percent(peak, 1)} of budget")

@@ -143,7 +143,7 @@ def record_of(
         lr=server.rate(server_round),
         lr_schedule=describe(server.settings),
         init_weights=init_weights,
-        details={**server.method.details(server.round), **server.method.evaluation_details},
+        details={**server.method.details(server.round), **server.method.evaluation_details, **privacy_of(server)},
         **accuracies(evaluation, personal=server.method.personal),
         train_loss=metric(training.metrics, "train-loss"),
         distillation_loss=metric(training.metrics, "distillation-loss"),
@@ -175,6 +175,13 @@ def record_of(
         simulated_seconds=opening.waited + training_seconds(server),
         clients=reports,
     )
+
+
+def privacy_of(server: MethodServer) -> dict[str, Any]:
+    """Return the entry `privacy` of a private run's record: what it has spent, and the signal-to-noise ratio of each unit."""
+    if server.privacy is None:
+        return {}
+    return {"privacy": server.privacy.describe() | {"signal_to_noise": server.round.mean.signal_to_noise()}}
 
 
 def counts(reports: Sequence[ClientReport]) -> dict[str, Any]:

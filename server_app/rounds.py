@@ -31,7 +31,7 @@ from piecework.server_app.records import RunDir
 from piecework.server_app.recovery import Recovery, find_recovery, quarantine
 from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, TrainingPhase, record_of
 from piecework.server_app.run_folder import COMPLETED
-from piecework.server_app.run_values import ends_early, first_values, note_round, resume_values
+from piecework.server_app.run_values import ends_early, first_values, is_spent, known_privacy, note_round, resume_values
 from piecework.server_app.served_model import ServedModel
 from piecework.server_app.start import check_coverage
 from piecework.server_app.summary import empty_round_message, stage_warnings
@@ -71,7 +71,10 @@ class Run:
         reference = blueprint_for(settings.with_values({"architecture.width": 1.0}), self.data)
         # A resumed run may have more rounds, but its learning rates follow the schedule of the first start.
         planned = settings.with_values({"training.lr-rounds": self.values["lr-rounds"]})
-        experiment = Experiment(planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir)
+        known = known_privacy(self.values, run_dir, settings)
+        experiment = Experiment(
+            planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir, known
+        )
         self.server: MethodServer = MethodServer(experiment, find_method(settings.strategy))
         self.method = self.server.method
         self.moments = Moments(run_dir.path, settings.num_rounds, self.server, parallel=settings.engine == "deployment")
@@ -118,7 +121,7 @@ class Run:
         self.wait_for_clients()
         self.run_dir.write_coverage(check_coverage(server))
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
-            if self.method.progress.finished:
+            if self.method.progress.finished or is_spent(server.privacy, server_round):
                 break
             record = self.one_round(server_round)
             values = record.to_values()
@@ -268,7 +271,8 @@ class Run:
     def _evaluate(self, server_round: int) -> ModelEvaluation:
         """Evaluate the new model if it is due: on the server, if its batch norms are known, and on clients."""
         server, model, personal = self.server, self.method.trained_model(), self.method.personal
-        due = self.settings.evaluation_due(server_round) and self.method.progress.measurable and not personal
+        ends = self.server.privacy is not None and self.server.privacy.exhausted
+        due = (ends or self.settings.evaluation_due(server_round)) and self.method.progress.measurable and not personal
         last, statistics, measured_bytes = server_round == self.settings.num_rounds, None, 0
         if due and not self.served.is_of(self.arrays, *model):
             statistics, measured_bytes = self._measure(self.served, server_round, self.arrays, model, last=last)
@@ -307,5 +311,7 @@ class Run:
             "strategy-state": self.method.state.to_values(),
             "seconds": self.seconds(),
         }
+        if self.server.privacy is not None:
+            self.values["privacy"] = self.server.privacy.to_values()
         kept = ArrayRecord({**self.method.kept, **self.server.late.to_arrays(), **self.served.to_arrays(self.arrays)})
         self.run_dir.save_checkpoint(self.arrays, self.values, kept)

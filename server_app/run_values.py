@@ -1,11 +1,15 @@
 """The values of a checkpoint that a run keeps from round to round, in addition to arrays and the strategy's state."""
 
+import logging
 import uuid
 from typing import Any
 
-from piecework.server_app.records import Checkpoint
+from piecework.federation.privacy import Privacy
+from piecework.server_app.records import Checkpoint, RunDir
 from piecework.server_app.round_record import RoundRecord
 from piecework.training.settings import Settings, check_resume
+
+LOG = logging.getLogger("piecework")
 
 
 def first_values(settings: Settings) -> dict[str, Any]:
@@ -49,3 +53,31 @@ def ends_early(values: dict[str, Any], record: RoundRecord, settings: Settings) 
     return (
         0 < settings.evaluation.target_accuracy <= accuracy or 0 < settings.evaluation.patience <= values["since-best"]
     )
+
+
+def known_privacy(values: dict[str, Any], run_dir: RunDir, settings: Settings) -> dict[str, Any]:
+    """Return what the checkpoint of a private run kept of its privacy; nothing for a new run.
+
+    Rounds that were recorded after it have been shown, and are repeated. Where clients run on devices of their own, they may
+    answer otherwise the second time: these rounds are counted as spent, and get other noise.
+    """
+    known: dict[str, Any] = values.get("privacy", {})
+    if not known or settings.simulated:
+        return known
+    shown = [record for record in run_dir.readable_rounds()[0] if record["round"] > values["round"]]
+    return known | {"releases": known["releases"] + len(shown)}
+
+
+def is_spent(privacy: Privacy | None, server_round: int) -> bool:
+    """Return whether a private run ends before a round, because that would spend more than its limit, and log it."""
+    if privacy is None or not privacy.exhausted:
+        return False
+    LOG.warning(
+        "the run ends before round %d: it has spent epsilon = %.4g of privacy.epsilon = %g, and this round would bring that to "
+        "%.4g",
+        server_round,
+        privacy.spent,
+        privacy.limit,
+        privacy.epsilon(privacy.releases + 1),
+    )
+    return True

@@ -6,7 +6,7 @@ this order: `begin` once, then in each round `open`, `assign` for each client, `
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, ClassVar, Literal
@@ -24,8 +24,9 @@ from piecework.federation.aggregation import (
     replace_arrays,
     spec_of,
 )
+from piecework.federation.private_mean import Entries
 from piecework.federation.reports import ClientReport
-from piecework.models.cascade import Blueprint, initial_state
+from piecework.models.cascade import Blueprint, initial_state, unit_of
 from piecework.models.partition import Piece
 from piecework.models.variant import vary
 from piecework.models.work_item import WorkItem
@@ -64,6 +65,10 @@ class Round:
     assigned: dict[int, Assigned] = field(default_factory=dict)
     reports: dict[int, ClientReport] = field(default_factory=dict)
     mean: Any = None
+    new_mean: Callable[[ArrayRecord], WeightedMean] = lambda model: (
+        WeightedMean()
+    )  # for updates of a model that was sent
+    entries: Mapping[int, Entries] | None = None  # that each client's update may move, if the mean is private
     memo: dict[int, Any] = field(default_factory=dict)  # what `read` notes of a client for `combine`
     excluded: dict[int, int] = field(default_factory=dict)  # clients whose processes died, with their crashes in a row
     updates: dict[int, CheckedUpdate] = field(default_factory=dict)  # that the gate holds, on the simulated clock
@@ -159,7 +164,7 @@ class Method:
 
     def open(self, current: Round) -> None:
         """Begin a round, before its assignments: make what `combine` adds to."""
-        current.mean = WeightedMean()
+        current.mean = current.new_mean(current.arrays)
 
     def check(self, received: Received) -> CheckedUpdate:
         """Return the update if it may enter the model. Raises UpdateRejectedError."""
@@ -180,6 +185,14 @@ class Method:
     def finish(self, current: Round) -> ArrayRecord:
         """Return the new model. Arrays that no client trained stay the same objects."""
         return replace_arrays(current.arrays, current.mean)
+
+    def find_entries(self, assignment: Assignment, model: ArrayRecord) -> Entries:
+        """Return the entries of the model that an update of this assignment may move, for a private mean."""
+        if (indices := getattr(assignment.sends, "indices", None)) is not None:
+            found: Entries = indices()
+            return found
+        learned = {unit for item in assignment.items for unit in self.cut.part(item).learned}
+        return {name: None for name in assignment.sends(model) if unit_of(name) in learned}
 
     def assign_evaluation(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
         """Return what a client does in an evaluation on that many examples, from its assignment in training.

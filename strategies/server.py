@@ -12,6 +12,7 @@ from flwr.serverapp.strategy import Strategy
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.dispatcher import Dispatcher
 from piecework.federation.faults import UNRESPONSIVE_STATUSES
+from piecework.federation.private_mean import PrivateMean
 from piecework.federation.public_data import public_examples
 from piecework.federation.reports import ClientReport, verdict
 from piecework.federation.weight_cache import WeightCache
@@ -23,6 +24,7 @@ from piecework.strategies.client_evaluation import Verdict, choose_evaluators, m
 from piecework.strategies.cohort import draw_clients
 from piecework.strategies.late_answers import LateAnswers
 from piecework.strategies.method import Assigned, Method, Round, StagedMethod
+from piecework.strategies.private_rounds import begin_privacy, find_entries
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.state import Experiment
 from piecework.strategies.update_gate import UpdateGate
@@ -63,6 +65,7 @@ class MethodServer(Strategy):
         self.gate = UpdateGate(self.method, self.dispatcher)
         self.late = LateAnswers(self.gate)
         self.serving = method_class.serving_class(self.method, self.resources)
+        self.privacy = begin_privacy(self.settings, self.method.cut.model, experiment.privacy)
 
     def note_crash(self, client: int, server_round: int) -> None:
         """Record that a client's process died at its task of a round, whether that is told in this round or late."""
@@ -90,6 +93,8 @@ class MethodServer(Strategy):
         """Draw the clients of a round from those that are connected, idle and able to take part."""
         able = [client for client in self.registry.present(grid) if self.may_be_asked(client, server_round)]
         crashes = self.method.state.crash_history.excluded_clients(server_round)
+        if self.privacy is not None:
+            return [client for client in able if self.privacy.takes_part(client)]
         drawn, self.round.excluded = draw_clients(able, crashes, self.settings, server_round)
         return drawn
 
@@ -131,6 +136,8 @@ class MethodServer(Strategy):
 
     def _assign_budget(self, ctx: Context) -> int:
         """Return the budget (bytes) that a client is given: less after crashes, but enough to train if it can at all."""
+        if self.privacy is not None:  # who holds what must not depend on what became of earlier tasks
+            return ctx.device.budget_bytes
         fraction, budget = self.method.state.crash_history.fraction(ctx.client), ctx.device.budget_bytes
         return (
             budget if fraction == 1 else max(int(fraction * budget), min(budget, least_bytes(self.method.assign(ctx))))
@@ -165,14 +172,30 @@ class MethodServer(Strategy):
         Costs are traced now. Messages are built when they are sent, `messages.max-in-flight` at a time.
         """
         self.round = Round(server_round, arrays)
+        if self.privacy is not None:
+            self.round.new_mean = partial(PrivateMean, self.privacy)
         self.method.open(self.round)
-        assigned = self.assign(self.draw(server_round, grid), server_round, arrays)
+        if self.privacy is not None:
+            assigned = self.assign_privately(server_round, grid)
+        else:
+            assigned = self.assign(self.draw(server_round, grid), server_round, arrays)
         self.round.assigned = assigned
         self.round.reports = {c: ClientReport(c, a.device.device, a.device.budget_bytes) for c, a in assigned.items()}
         for client, report in self.round.reports.items():
             if (fraction := self.method.state.crash_history.fraction(client)) < 1:
                 report.note = f"given {fraction:.0%} of its budget since its process died"
         return self.send("train", assigned, arrays, self.round.reports)
+
+    def assign_privately(self, server_round: int, grid: Grid) -> dict[int, Assigned]:
+        """Return the assignments of the clients of a private round, which depend on nobody else's presence.
+
+        So all clients are given one, and the mean is told who holds what, before anybody is drawn.
+        """
+        everyone = self.assign(sorted(self.registry.members), server_round, self.round.arrays)
+        found = find_entries(self.method, everyone, self.round.arrays, enforced=self.enforced)
+        self.round.entries = found.by_client
+        self.round.mean.expect(found.holders)
+        return {client: everyone[client] for client in self.draw(server_round, grid)}
 
     def send(
         self,
@@ -190,11 +213,15 @@ class MethodServer(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate replies one by one. Returns (None, None) if no client trained, or fewer than `faults.min-clients`."""
-        if (norms := self.gate.admit(self.round, replies)) is None:
+        norms = self.gate.admit(self.round, replies)
+        if self.privacy is not None:
+            self.privacy.releases += 1
+        elif norms is None:
             return None, None
-        self.late.merge(self.round)
-        self.method.state.note_norms(norms)
-        arrays, name = self.method.finish(self.round), self.round.loss_name
+        else:
+            self.late.merge(self.round)
+            self.method.state.note_norms(norms)
+        arrays, name = self.method.finish(self.round), "" if self.privacy is not None else self.round.loss_name
         self.round.trained, self.round.arrays = True, arrays  # the model before may be freed
         loss = {name: self._train_loss()} if name else {}
         return arrays, MetricRecord({**loss, **self.round.metrics})

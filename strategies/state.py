@@ -1,5 +1,6 @@
 """The inputs of a strategy, its state between rounds, and its progress."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
@@ -59,7 +60,7 @@ class Progress:
 class Experiment:
     """The inputs of a strategy. `blueprint` is the model of the run, and `reference` the same model at width 1.
 
-    `state_dir` is the folder for the stores of emulated clients.
+    `state_dir` is the folder for the stores of emulated clients. `privacy` is what a checkpoint kept of a private run.
     """
 
     settings: Settings
@@ -68,3 +69,4 @@ class Experiment:
     registry: ClientRegistry
     experiment_id: str
     state_dir: str
+    privacy: Mapping[str, Any] = field(default_factory=dict)

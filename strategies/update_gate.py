@@ -5,6 +5,7 @@ The checks of all strategies are in federation/aggregation.py. A strategy adds i
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -45,13 +46,15 @@ class UpdateGate:
     def __init__(self, method: Method, dispatcher: Dispatcher) -> None:
         self.method, self.settings, self.dispatcher = method, method.settings, dispatcher
         self.deadline: Callable[[ClientReport], float] = lambda _: math.inf
+        # A verdict that depends on other clients' updates would tell of them, and the clip bounds a private update anyway.
+        self.factor = 0.0 if self.settings.privacy.on else self.settings.faults.update_norm_limit
 
     def admit(self, current: Round, replies: Iterable[Message]) -> dict[str, list[float]] | None:
         """Combine the valid updates of a round. Returns their norms by unit.
 
         Returns None if there are none in time, or fewer than `faults.min-clients`.
         """
-        enough, factor = self.settings.enough, self.settings.faults.update_norm_limit
+        enough, factor = self.settings.enough, self.factor
         accepted, norms = list[ClientReport](), dict[str, list[float]]()
         updates = self._in_order(current, replies)
         for report, update, limits in add_norm_limits(updates, factor, self.method.state.norms, enough):
@@ -59,7 +62,7 @@ class UpdateGate:
                 continue
             try:
                 require_within(update.norms, limits)
-                self.method.combine(current, report.client, update)
+                self.method.combine(current, report.client, self._within_entries(current, report.client, update))
             except UpdateRejectedError as error:
                 report.end("rejected", str(error))
                 continue
@@ -73,6 +76,12 @@ class UpdateGate:
             there = accepted[needed - 1].simulated_seconds if len(accepted) >= needed else math.inf
             self._note_waiting(current, there)
         return norms if len(accepted) >= self.settings.least else None
+
+    def _within_entries(self, current: Round, client: int, update: CheckedUpdate) -> CheckedUpdate:
+        """Return the update without what the client was not to train, if the round is private: nobody expects it there."""
+        if current.entries is None:
+            return update
+        return replace(update, arrays={n: a for n, a in update.arrays.items() if n in current.entries[client]})
 
     def _in_order(self, current: Round, replies: Iterable[Message]) -> Iterator[tuple[ClientReport, CheckedUpdate]]:
         """Yield the updates in the order in which their clients answer."""
@@ -128,8 +137,7 @@ class UpdateGate:
 
     def limits(self, model: ArrayRecord) -> tuple[Norms, Callable[[], float]]:
         """Return the limits of units' norms, and that of a whole update of this model without a history (`first_limit`)."""
-        factor = self.settings.faults.update_norm_limit
-        return norm_limits(self.method.state.norms, factor), cache(partial(first_limit, factor, model))
+        return norm_limits(self.method.state.norms, self.factor), cache(partial(first_limit, self.factor, model))
 
     def read_late(
         self, current: Round, asked: Assigned, model: ArrayRecord, report: ClientReport, reply: Message

@@ -39,6 +39,13 @@ LARGEST = 1e30  # of figures without a range of their own: sums and products of 
 MOST_CLIENTS = 2**20
 MOST_EXAMPLES = 10**8  # of a client
 MOST_ITEMS = 10**6  # entries of a list
+# The figures of training that a client of a private run tells its server: of the device, and how many examples it went through.
+TOLD_IN_PRIVATE = frozenset(
+    {
+        *("predicted-peak", "rss-peak", "rss-growth", "disk-read", "disk-written", "seconds"),
+        *("num-examples", "seen", "widths"),
+    }
+)
 MOST_TEXT = 2**18  # characters of a list of work items
 
 

@@ -50,6 +50,8 @@ class Capabilities:
         True  # clients train with the optimiser that the settings name, and not with one of the method's own
     )
     public: bool | Case = False  # the server trains on public data
+    private: bool = False  # what comes of the clients is the mean of their updates alone, which can be made private
+    why_not_private: str = "what its server does with updates has not been checked for it"  # if it is not `private`
     when_excluded: str = "excluded"  # what plans say of a device that cannot train
     advised: int = 0  # the place among the methods that one would try first, from 1; 0 = it is not among them
     caveat: str = ""  # a remark that advice adds to the method's figures

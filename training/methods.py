@@ -14,6 +14,7 @@ from typing import Any
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.plugins import find_plugin, list_plugins, load_plugin, refuse_exit
 from piecework.training.capabilities import Capabilities
+from piecework.training.families import FEDAVG, FEDDF, FEDEPTH, FEDPROPHET, HETEROFL, LOW_RANK, NARROW, SPAFL
 
 
 @dataclass(frozen=True)
@@ -48,32 +49,7 @@ TABLES = {  # of settings, by name
     "splitmix": "piecework.strategies.width.splitmix.settings:SplitMixSettings",
 }
 
-FEDAVG = Capabilities(attack="optional", late=True, pages=True)
 SIMPLEST = "fedavg"  # with which all others are compared
-FEDEPTH = Capabilities(cuts=True, single_atoms=True, late=True, norms="measured")
-FEDPROPHET = Capabilities(attack="always", cuts=True, stages=True, measures=False, swaps_with="fedprophet")
-HETEROFL = Capabilities(attack="optional", adapts=True, evaluates="as trained", norms="static")
-# Where clients train sub-models, or blocks after others that are random or have just been trained, the statistics kept in
-# training are not those of the evaluated model. With FedDF they cost 2 points of accuracy (docs/batch-norm.md).
-NARROW = replace(HETEROFL, norms="measured")
-LOW_RANK = replace(NARROW, rotates=True, zeroed=True, evaluates="whole", other_norms=False)
-FEDDF = Capabilities(
-    attack="optional",
-    adapts=True,
-    untrained="distilled",
-    norms="measured",
-    public=True,
-    pages=True,
-    caveat="small devices train other models; needs public data",
-)
-SPAFL = Capabilities(
-    measures=False,
-    evaluates="as trained",
-    personal=True,
-    other_norms=False,
-    lacks={"recompute": "its layers count what they execute, and a second forward pass would count twice"},
-    caveat="every client has its own model",
-)
 
 WHOLE = "piecework.client_app.whole"
 METHODS = {
@@ -81,7 +57,11 @@ METHODS = {
     "cocofl": Entry(
         "piecework.strategies.whole.cocofl.server:CoCoFL",
         "piecework.strategies.whole.cocofl.client",
-        Capabilities(adapts=True, fit=False),
+        Capabilities(
+            adapts=True,
+            fit=False,
+            why_not_private="it divides by the examples of the clients that answered, and its norms keep running statistics",
+        ),
     ),
     "depthfl": Entry(
         "piecework.strategies.cascade.depthfl.server:DepthFL",
@@ -93,6 +73,7 @@ METHODS = {
             asks="able",
             evaluates="as trained",
             measures=False,
+            private=True,
             fit={"depthfl.feddyn-alpha": (0.0,)},
             lacks={"recompute": "its exits branch off inside of the segments that would run again"},
             when_excluded="gets no task",
@@ -137,6 +118,7 @@ METHODS = {
             norms="measured",
             other_norms=False,
             optimisers=False,
+            why_not_private="a mask of d bits changes d counts by 1 each, and nothing bounds that but d itself",
             lacks={"micro-batch": "a step draws one mask, and each micro-batch would draw its own"},
             caveat="a mask of random weights, not the model",
         ),
@@ -165,6 +147,7 @@ METHODS = {
             norms="local",
             other_norms=False,
             fit=False,
+            why_not_private="norms' statistics of some clients are copied to others, beside the mean",
             public={"fedrbn.evaluation-branch": ("detector",)},
             caveat="swapping is only simulated",
         ),
@@ -227,13 +210,13 @@ METHODS = {
     "profl": Entry(
         "piecework.strategies.cascade.profl.server:ProFL",
         "piecework.strategies.cascade.profl.client",
-        Capabilities(stages=True, norms="measured"),
+        Capabilities(stages=True, norms="measured", private=True),
         ("profl",),
     ),
     "slt": Entry(
         "piecework.strategies.cascade.slt.server:SLT",
         "piecework.strategies.cascade.slt.client",
-        Capabilities(stages=True, norms="measured"),
+        Capabilities(stages=True, norms="measured", private=True),
         ("slt",),
     ),
     "spafl": Entry(
@@ -242,7 +225,14 @@ METHODS = {
     "splitmix": Entry(
         "piecework.strategies.width.splitmix.server:SplitMix",
         "piecework.strategies.width.splitmix.client",
-        Capabilities(attack="optional", adapts=True, rotates=True, measures=False, caveat="an ensemble of narrow nets"),
+        Capabilities(
+            attack="optional",
+            adapts=True,
+            rotates=True,
+            measures=False,
+            private=True,
+            caveat="an ensemble of narrow nets",
+        ),
         ("splitmix",),
     ),
 }

@@ -4,10 +4,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from piecework.training.capabilities import Case, Refusal, Scalar
+from piecework.training.capabilities import Capabilities, Case, Refusal, Scalar
 from piecework.training.methods import METHODS, Entry, find_entry, is_own, lineage, table_class
 from piecework.training.settings.run import Settings, fields, tables
 from piecework.training.settings.shared import WAYS
+
+ON_OTHERS = "whether one client's update counts must not depend on the others"
+# Settings that a private run leaves at their defaults, and why.
+NOT_IN_PRIVATE = {
+    "faults.over-sample": ON_OTHERS,
+    "faults.accept-late": "a client would count twice in a round, and in rounds for which it was not drawn",
+    "faults.deadline-factor": ON_OTHERS,
+    "faults.min-clients": "every round makes a model, and all clients must be known at the start",
+    "evaluation.on-clients-every": "clients do not tell how well a model does on their data",
+    "evaluation.mode": "clients do not tell how well a model does on their data",
+}
+PRIVATE_VALUES: Mapping[str, tuple[Scalar, ...]] = {"evaluation.mode": ("central",)}
 
 
 class Exactly(tuple[Scalar, ...]):
@@ -75,6 +87,30 @@ def require_accepted(settings: Settings, refuses: Iterable[Refusal], name: str) 
             shown = str(value).lower() if isinstance(value, bool) else repr(value)
             raise ValueError(f"{key} = {shown}: {refusal.why.format(name=name)}")
     _require_possible_ways(settings, name)
+    if settings.privacy.on:
+        _require_private(settings, name)
+
+
+def _require_private(settings: Settings, name: str) -> None:
+    """Raise ValueError for what a private run cannot keep its promise with."""
+    own, can, clients = settings.privacy, find_entry(settings.strategy).can, settings.clients
+    key, value = ("noise-multiplier", own.noise_multiplier) if own.noise_multiplier else ("epsilon", own.epsilon)
+    said = f"privacy.{key} = {value:g}"
+    if not can.private or is_own(settings.strategy):
+        able = ", ".join(each for each, entry in METHODS.items() if entry.can.private)
+        why = Capabilities.why_not_private if is_own(settings.strategy) else can.why_not_private
+        raise ValueError(f"{said}: {name} cannot be private: {why}; use one of {able}")
+    if not clients:
+        raise ValueError(f"{said}: set clients, the number of those among whom a client of a private run hides")
+    if own.delta * clients >= 1:
+        raise ValueError(
+            f"privacy.delta = {own.delta:g}: with {clients} clients it must be below {1 / clients:g}, because one client in "
+            "1 / delta may be given away whole; 0 = clients^-1.1"
+        )
+    for setting, why in NOT_IN_PRIVATE.items():
+        given, usual = settings.to_run_config()[setting], default(setting)
+        if given != usual and given not in PRIVATE_VALUES.get(setting, ()):
+            raise ValueError(f"{setting} = {given!r}: in a private run ({said}) {why}; leave it at {usual!r}")
 
 
 def _require_possible_ways(settings: Settings, name: str) -> None:

@@ -27,6 +27,7 @@ from piecework.training.settings.errors import (
     require_table_name,
     too_many_asked,
 )
+from piecework.training.settings.privacy import PrivacySettings
 from piecework.training.settings.shared import (
     ArchitectureSettings,
     AttackSettings,
@@ -89,6 +90,7 @@ class Settings(Table):
     memory: MemorySettings = MemorySettings()
     messages: MessagesSettings = MessagesSettings()
     faults: FaultsSettings = FaultsSettings()
+    privacy: PrivacySettings = PrivacySettings()
     run: RunSettings = RunSettings()
 
     _tables: dict[str, Table] = PrivateAttr(

@@ -153,11 +153,6 @@ class DepthFL(Method):
     def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add an update to the mean of its arrays, with the same weight for every client."""
         current.mean.add(update.arrays, 1)
-        trained = {unit_of(name) for name in update.arrays}
-        exits = [self.cut.depth(d).head for d in range(1, len(self.cut.blocks) + 1)]
-        self.state.deepest = max(
-            self.state.deepest, *(d for d, unit in enumerate(exits, start=1) if unit in trained), 0
-        )
 
     @property
     def progress(self) -> Progress:
@@ -168,6 +163,11 @@ class DepthFL(Method):
     def finish(self, current: Round) -> ArrayRecord:
         """Return the new model: the mean of the updates, with FedDyn minus h / a."""
         alpha, before = self.settings.of(DepthFLSettings).feddyn_alpha, current.arrays
+        trained = {unit_of(name) for name in before if name in current.mean}
+        exits = [self.cut.depth(d).head for d in range(1, len(self.cut.blocks) + 1)]
+        self.state.deepest = max(
+            self.state.deepest, *(d for d, unit in enumerate(exits, start=1) if unit in trained), 0
+        )
         after = super().finish(current)
         if not alpha:
             return after

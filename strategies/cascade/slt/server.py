@@ -42,7 +42,7 @@ from piecework.models.cascade import Shape, unit_of
 from piecework.models.partition import Piece
 from piecework.models.variant import Variant
 from piecework.models.width import Indices, shapes, take
-from piecework.planning.assignment import Assignment, Context
+from piecework.planning.assignment import Assignment, Context, OfEntries
 from piecework.strategies.cascade.slt.client import SLTTaskConfig
 from piecework.strategies.cascade.slt.cut import SLTCut, indices_of
 from piecework.strategies.cascade.slt.settings import SLTSettings
@@ -51,7 +51,6 @@ from piecework.strategies.method import Round, StagedMethod
 from piecework.strategies.resources import ClientResources
 from piecework.strategies.serving import Serving
 from piecework.strategies.state import Progress, StrategyState
-from piecework.strategies.width.heterofl.server import Kept
 from piecework.training.capabilities import Refusal
 from piecework.training.methods import METHODS
 
@@ -163,7 +162,7 @@ class SLT(StagedMethod):
         return Assignment(
             (items[first],),
             cut.needs(*items[first:]),
-            sends=Kept(lambda: self.sent(step, frozen)),
+            sends=OfEntries(lambda: self.sent(step, frozen)),
             variant=items[first].variant,
             frozen=tuple(f"atoms.{atom}" for atom in range(frozen)),
             config=SLTTaskConfig(choices[first:]),

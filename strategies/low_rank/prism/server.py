@@ -65,7 +65,7 @@ from piecework.planning.assignment import Assignment, Context
 from piecework.strategies.low_rank.prism.client import PriSMTaskConfig
 from piecework.strategies.low_rank.prism.cut import PriSMCut
 from piecework.strategies.low_rank.prism.settings import PriSMSettings
-from piecework.strategies.low_rank.prism.sub_model import Drawn, KernelMean, SubModel
+from piecework.strategies.low_rank.prism.sub_model import Drawn, SubModel
 from piecework.strategies.method import Reading, Round
 from piecework.strategies.serving import Serving
 from piecework.strategies.width.heterofl.server import NO_NORMS_OF_THEIR_OWN, HeteroFL
@@ -116,6 +116,7 @@ class PriSM(HeteroFL):
     def __init__(self, cut: PriSMCut) -> None:
         super().__init__(cut)
         self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # by weight name: weight, sigma, v', u'
+        self._sigma: dict[str, np.ndarray] = {}  # of the model that the round trains, by weight name
 
     @cached_property
     def whole(self) -> Blueprint:
@@ -173,7 +174,8 @@ class PriSM(HeteroFL):
 
     def open(self, current: Round) -> None:
         """Begin a round, and note the spectra of the model that it trains."""
-        current.mean = KernelMean({layer.weight: self.kernels(layer, current.arrays)[0] for layer in self.factors})
+        self._sigma = {layer.weight: self.kernels(layer, current.arrays)[0] for layer in self.factors}
+        current.mean = current.new_mean(self.factor(current.arrays))
 
     def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
         """Return that all FLOPs were executed."""
@@ -308,7 +310,7 @@ class PriSM(HeteroFL):
                 counts[name][kernels] += 1
         layers = {
             name: {
-                "rank": effective_rank(current.mean.sigma[name]),
+                "rank": effective_rank(self._sigma[name]),
                 "kernels": len(count),
                 "drawn": [float(tenth.mean()) for tenth in np.array_split(count, min(10, len(count)))],
             }

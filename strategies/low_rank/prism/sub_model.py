@@ -1,4 +1,4 @@
-"""What PriSM draws for a client, the arrays that it sends of it, and the mean of what comes back."""
+"""What PriSM draws for a client, and the arrays that it sends of it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from piecework.client_app.momentum import MOMENTUM
-from piecework.federation.aggregation import WeightedMean
 from piecework.models.width import Indices, take
 
 if TYPE_CHECKING:
@@ -36,11 +35,3 @@ class SubModel:
         whole = self.method.factor(arrays)
         where = {n: w for n, w in self.indices().items() if self.momentum or not n.startswith(MOMENTUM)}
         return ArrayRecord({n: Array(take(whole[n].numpy(), w)) for n, w in where.items()})
-
-
-class KernelMean(WeightedMean):
-    """The mean of each kernel over the clients that drew it, and `sigma` of the model that the round trains, by weight."""
-
-    def __init__(self, sigma: dict[str, np.ndarray]) -> None:
-        super().__init__()
-        self.sigma = sigma

@@ -149,7 +149,7 @@ def train(task: Task, client: Client) -> Update:
     present = classes_of(client) if task_config.masked else ()
     loss = width_loss(ratios, present)
     update = train_whole(task, client, loss)
-    if task_config.masked:
+    if task_config.masked and not client.settings.privacy.on:
         update.metrics["classes"] = [int(number) for number in np.flatnonzero(present)]
     return update
 

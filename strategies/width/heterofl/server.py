@@ -27,10 +27,11 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
+from piecework.federation.private_mean import Entries
 from piecework.federation.registry import MIN_EXAMPLES
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
@@ -43,11 +44,10 @@ from piecework.models.width import (
     require_parts,
     shapes,
     sub_indices,
-    take,
     take_first,
 )
 from piecework.models.work_item import WorkItem
-from piecework.planning.assignment import Assignment, Context
+from piecework.planning.assignment import Assignment, Context, OfEntries
 from piecework.planning.counts import entries
 from piecework.planning.cut import Cut, Stage, Traffic
 from piecework.planning.part import Part
@@ -196,18 +196,6 @@ class HeteroFLState(StrategyState):
     widest: float = 0.0
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The arrays of a sub-model, cut out of the full model's: the entries of `indices`, which are found for each message."""
-
-    indices: Callable[[], Mapping[str, Indices]]
-
-    def __call__(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays of the sub-model."""
-        indices = self.indices().items()
-        return ArrayRecord({name: Array(take(arrays[name].numpy(), where)) for name, where in indices})
-
-
 NO_NORMS_OF_THEIR_OWN = Refusal(
     "architecture.batch-norm",
     "clients of {name} have no norms of their own; use measured, running or batch",
@@ -252,7 +240,7 @@ class HeteroFL(Method):
         """Return the sub-model of ratio number `level`, with its choice of channels."""
         item = self.cut.sub_model(level)
         where = replace(ctx, arrays=None)  # the selection must not keep the round's model in memory
-        kept = Kept(lambda: self.indices(where, level))
+        kept = OfEntries(lambda: self.indices(where, level))
         config = self.task_config(ctx, level)
         return self.work(item, variant=item.variant, sends=kept, config=config, least=self.least(ctx))
 
@@ -292,15 +280,24 @@ class HeteroFL(Method):
         fitting = [level for level, allowed in levels if self.cut.needed_bytes(self.cut.sub_model(level)) <= allowed]
         return fitting or [len(self.cut.ratios) - 1]
 
+    @property
+    def told_classes(self) -> bool:
+        """Whether clients tell of which classes they have examples: if they mask the others, and the run is not private."""
+        return self.cut.masked and not self.settings.privacy.on
+
+    def find_entries(self, assignment: Assignment, model: ArrayRecord) -> Entries:
+        """Return the entries of the sub-model; none of those that are left out of the mean."""
+        return {} if assignment.config.level in self.left_out else super().find_entries(assignment, model)
+
     def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
         """Note the classes of which the client says that it has examples, if it masks the others."""
-        if self.cut.masked:
+        if self.told_classes:
             current.memo[report.client] = metrics.get("classes")
         return Reading()
 
     def check(self, received: Received) -> CheckedUpdate:
         """Check the classes too, if the client masks the others. Raises UpdateRejectedError."""
-        if self.cut.masked:
+        if self.told_classes:
             classes(received.metrics.get("classes"), self.cut.blueprint.num_classes)
         return super().check(received)
 
@@ -313,9 +310,9 @@ class HeteroFL(Method):
         assignment = current.assigned[client].assignment
         if assignment.config.level in self.left_out:
             return
-        assert isinstance(assignment.sends, Kept)
+        assert isinstance(assignment.sends, OfEntries)
         arrays, indices = dict(update.arrays), dict(assignment.sends.indices())
-        if self.cut.masked:
+        if self.told_classes:
             rows = classes(current.memo[client], self.cut.blueprint.num_classes)
             for name in filter(arrays.__contains__, self.cut.last_layer):
                 arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
