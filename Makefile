@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml | same-torch
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Piecework needs Python 3.11 or newer; this is " + sys.version.split()[0] + " (set PYTHON=...)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import uv' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python $(TORCH_OPTIONS) --editable '.[simulation,data,table,hub,report,attacks,onnx,dev]'
+	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python $(TORCH_OPTIONS) --editable '.[simulation,data,table,hub,report,attacks,onnx,privacy,dev]'
 	$(BIN)/piecework plan >/dev/null
 	@echo '$(TORCH)' >$@
 

@@ -154,6 +154,16 @@ class Privacy:
         """Whether one more round would spend more than the limit."""
         return bool(self.limit) and self.epsilon(self.releases + 1) > self.limit
 
+    def affordable(self, rounds: int) -> int:
+        """Return how many of so many rounds the limit pays for."""
+        if not self.limit or self.epsilon(rounds) <= self.limit:
+            return rounds
+        low, high = 0, rounds
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.epsilon(middle) <= self.limit else (low, middle)
+        return low
+
     @property
     def rate(self) -> float:
         """The probability q with which a client takes part in a round."""

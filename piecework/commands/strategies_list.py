@@ -11,6 +11,7 @@ from rich.text import Text
 from piecework.commands.options import read_preset
 from piecework.commands.papers import shipped_rows
 from piecework.device_profiles.plugins import Plugin, PluginError, find_plugin, list_plugins
+from piecework.training.capabilities import Capabilities
 from piecework.training.methods import METHODS, load
 
 SHOWN = 2  # published presets of a system in the table
@@ -34,6 +35,7 @@ def strategy_rows() -> list[dict[str, Any]]:
                 "paper": paper[0] if paper else "",
                 "needs": "images, which it attacks in training" if can.attack == "always" else "",
                 "caveat": can.caveat,
+                "not_private": "" if can.private else can.why_not_private,
                 "presets": presets[name],
             }
         )
@@ -49,7 +51,7 @@ def plugin_row(plugin: Plugin) -> dict[str, Any]:
         caveat = str(error)
     about = f"Plugin of the package {plugin.package} {plugin.version}{f': {plugin.about}' if plugin.about else ''}"
     row = {"strategy": plugin.name, "family": "plugin", "about": about, "caveat": caveat}
-    return row | {"paper": "", "needs": "", "presets": []}
+    return row | {"paper": "", "needs": "", "not_private": Capabilities.why_not_private, "presets": []}
 
 
 def published_presets() -> dict[str, list[str]]:
@@ -74,6 +76,7 @@ def strategy_table(rows: list[dict[str, Any]]) -> Table:
         if len(row["presets"]) > SHOWN:
             published += f" and {len(row['presets']) - SHOWN} more"
         presets = f"published settings: {published}" if published else ""
-        lines = [row["about"], needs, row["caveat"], row["paper"], presets]
+        private = f"not private: {row['not_private']}" if row["not_private"] else ""
+        lines = [row["about"], needs, row["caveat"], private, row["paper"], presets]
         table.add_row(Text(row["strategy"]), Text("\n".join(filter(None, lines))))
     return table

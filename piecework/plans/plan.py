@@ -24,6 +24,7 @@ from piecework.planning.part import Part, whole_model
 from piecework.planning.timing import local_work, swapped_seconds, work_flops, work_seconds
 from piecework.plans.parts import simulated_swapping, trained_fractions
 from piecework.plans.plan_evaluation import evaluation_row
+from piecework.plans.plan_privacy import privacy_row
 from piecework.plans.plan_rounds import Timed, awaited_seconds, time_rounds
 from piecework.plans.question import PlanQuestion, budget_bytes
 from piecework.server_app.rates import low_lr_warning
@@ -91,6 +92,7 @@ def make_plan(settings: Settings, question: PlanQuestion, cost_model: CostModel 
         "evaluation": evaluation_row(cut, allowed_to_train(tasks), question.examples),
         "learning_rates": rates_row(cut),
         "coverage": describe_coverage(planner, trainers(states, settings)),
+        "privacy": privacy_row(cut),
     }
 
 

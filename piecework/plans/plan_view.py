@@ -11,6 +11,7 @@ from piecework.device_profiles.units import format_count, format_flops, format_s
 from piecework.planning.coverage import coverage_lines, coverage_sentence
 from piecework.planning.part import OUTPUT_LAYER_NAME
 from piecework.plans.plan_evaluation import evaluation_warning
+from piecework.plans.plan_privacy import foresight
 
 SHOWN = 3  # ways of training that are listed for one device
 
@@ -33,6 +34,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Text | Table]:
         *evaluation_text(plan),
         *rates_warning(plan),
         *coverage_text(plan["coverage"]),
+        *foresight(plan),
     ]
 
 

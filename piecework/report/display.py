@@ -16,6 +16,7 @@ from rich.text import Text
 from piecework.device_profiles.profile import format_bytes, format_compared, format_percent, is_limit
 from piecework.device_profiles.units import format_seconds
 from piecework.planning.coverage import consecutive
+from piecework.report.privacy_view import privacy_rows
 from piecework.report.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
 from piecework.server_app.records import RunDir
@@ -46,6 +47,7 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
         *batch_norm_rows(rounds, ("batch",)),
         ("clients", ", ".join(f"{key} {summary.get(f'clients_{key}', 0)}" for key in COUNTS)),
         *late_rows(rounds),
+        *privacy_rows(rounds),
         *(("failed", failure_text(row)) for row in failures(rounds)),
         *trained_rows(summary.get("trained", [])),
         ("bytes down", format_bytes(summary.get("bytes_down", 0))),

@@ -22,6 +22,7 @@ from piecework.report.page import (
     sections_html,
     table,
 )
+from piecework.report.privacy_view import privacy_panels, privacy_rows
 from piecework.report.read_records import read_coverage, read_final, read_models, read_rounds, with_details
 from piecework.report.run_figures import (
     bytes_figure,
@@ -105,6 +106,7 @@ def overview(
         *([("Learning rate", plan)] if (plan := rate_plan(rounds)) else []),
         ("Requests", f"{total['asked']} clients asked, {total['answered']} answered, {total['failed']} failed"),
         *((name[0].upper() + name[1:], value) for name, value in display.late_rows(rounds)),
+        *((name[0].upper() + name[1:], value) for name, value in privacy_rows(rounds)),
         ("Bytes down / up", f"{format_bytes(total['bytes_down'])} / {format_bytes(total['bytes_up'])}"),
         ("Bytes for evaluation", format_bytes(total["bytes_evaluation"])),
         *([("Bytes before stages", format_bytes(query))] if (query := query_bytes(rounds)) else []),
@@ -127,7 +129,8 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
         where = "the clients' own parts of the test data" if rounds[-1].get("personal") else "the central test data"
         caption = f"On {where}; training loss: mean of the clients."
         found.append(Section("Accuracy and loss", caption, partial(draw_curves, rounds)))
-    found += [section(panel, rounds) for panel in panels_of(str(settings["strategy"]), rounds, settings)]
+    panels = [*privacy_panels(rounds), *panels_of(str(settings["strategy"]), rounds, settings)]
+    found += [section(panel, rounds) for panel in panels]
     if any(r["accuracy_by_device"] for r in rounds) or not robust:  # adversarial training validates after averaging
         found.append(device_section(rounds))
     if picture := who_trained(rounds):

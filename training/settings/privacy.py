@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from piecework.training.settings.table import Fraction, NonNegative, Positive, Seed, Table, able, setting
+from piecework.training.settings.table import Fraction, NonNegative, Positive, Seed, Table, setting
 
 LARGEST_EPSILON = 1000.0  # more than that promises nothing
 
@@ -16,24 +16,20 @@ class PrivacySettings(Table):
         0.0,
         "client-level differential privacy: standard deviation of the noise on the sum of a round's updates, in multiples of "
         "privacy.clip; 0 = none, or as much as privacy.epsilon takes",
-        able("private"),
     )
     epsilon: NonNegative = setting(
         0.0,
         "the run ends before it has spent more than this; without a noise multiplier, the noise is such that num-rounds "
         "spend it; 0 = no limit",
-        able("private"),
     )
-    delta: Fraction = setting(0.0, "delta of the (epsilon, delta) that is spent; 0 = clients^-1.1", able("private"))
+    delta: Fraction = setting(0.0, "delta of the (epsilon, delta) that is spent; 0 = clients^-1.1")
     clip: Positive = setting(
         1.0,
         "maximum Euclidean norm of all that a client changes of the model in a round, its pieces together",
-        able("private"),
     )
     seed: Seed = setting(
         0,
         "seed of the noise and of who takes part; 0 = a secret of the run. With a known seed nothing is private: for tests",
-        able("private"),
     )
 
     @model_validator(mode="after")
