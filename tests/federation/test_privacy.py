@@ -128,6 +128,8 @@ def test_a_missing_accountant_says_what_to_install(monkeypatch: pytest.MonkeyPat
         ({"privacy__epsilon": 1e6}, "1e\\+06 promises nothing"),
         ({"privacy__clip": 0.0}, "privacy.clip"),
         ({"privacy__delta": 1.0}, "privacy.delta"),
+        ({"privacy__clip": 3.0}, "privacy.clip = 3 makes nothing private: set privacy.noise-multiplier or"),
+        ({"privacy__seed": 7}, "privacy.seed = 7 makes nothing private"),
     ],
 )
 def test_settings_that_promise_nothing(values: dict[str, Any], says: str) -> None:
@@ -136,10 +138,6 @@ def test_settings_that_promise_nothing(values: dict[str, Any], says: str) -> Non
 
 
 def test_a_run_is_private_with_noise_or_a_limit() -> None:
-    assert [
-        settings_with(**{f"privacy__{key}": value}).privacy.on for key, value in (("clip", 3.0), ("epsilon", 1.0))
-    ] == [
-        False,
-        True,
-    ]
+    assert settings_with(privacy__epsilon=1.0).privacy.on
+    assert settings_with(privacy__noise_multiplier=1.0, privacy__clip=3.0).privacy.on
     assert Settings().privacy.on is False

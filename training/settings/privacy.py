@@ -40,6 +40,16 @@ class PrivacySettings(Table):
             )
         return self
 
+    @model_validator(mode="after")
+    def _nobody_takes_it_for_private(self) -> Self:
+        given = {"delta": self.delta, "clip": self.clip - 1.0, "seed": self.seed}
+        if not self.on and (alone := [name for name, value in given.items() if value]):
+            raise ValueError(
+                f"privacy.{alone[0]} = {getattr(self, alone[0]):g} makes nothing private: set privacy.noise-multiplier or "
+                "privacy.epsilon too"
+            )
+        return self
+
     @property
     def on(self) -> bool:
         """Whether the run is private."""
