@@ -28,6 +28,7 @@ from piecework.training.settings.table import flat, nest
 
 SCHEMA = 3  # version of the checkpoint format; 2 has norms of updates by unit, 3 a manifest
 STATES = "callbacks.json"  # the states of callbacks when the run began
+PRIVATE = 0o600  # of a file that holds the secret of a private run: who has it can take the noise away
 KEPT = 2  # number of newest checkpoints that are kept, in addition to the first
 
 
@@ -130,7 +131,9 @@ class RunDir:
                 temporary.mkdir(parents=True)
                 for name, record in files.items():
                     save_file(dict(numpy_arrays(record)), temporary / f"{name}.safetensors")
-                (temporary / "state.json").write_text(json.dumps({"schema": SCHEMA, **values}), encoding="utf-8")
+                state = temporary / "state.json"
+                state.touch(PRIVATE if "privacy" in values else 0o666)
+                state.write_text(json.dumps({"schema": SCHEMA, **values}), encoding="utf-8")
                 seal(temporary)
                 for path in temporary.iterdir():
                     sync(path)

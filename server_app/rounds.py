@@ -37,6 +37,7 @@ from piecework.server_app.start import check_coverage
 from piecework.server_app.summary import empty_round_message, stage_warnings
 from piecework.strategies import find_method
 from piecework.strategies.method import StagedMethod
+from piecework.strategies.private_rounds import require_classes
 from piecework.strategies.query import aggregate_query, configure_query
 from piecework.strategies.server import MethodServer
 from piecework.strategies.state import Experiment
@@ -149,6 +150,8 @@ class Run:
                 "evaluation.mode is personal, but no client has a part of the test split: give them parts, as `piecework "
                 "export-data` does"
             )
+        if self.server.privacy is not None:
+            require_classes(self.registry.auto)
         self.method.begin(self.server.resources)
         self.served.require_capable_client()
         self.served.resume(self.arrays)

@@ -1,6 +1,6 @@
 """Private rounds: which entries of the model each client of the federation may move, whether it takes part or not."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from flwr.app import ArrayRecord
@@ -36,6 +36,15 @@ def begin_privacy(settings: Settings, model: Blueprint, known: Mapping[str, Any]
             "architecture.batch-norm = batch"
         )
     return Privacy.of(settings, known)
+
+
+def require_classes(auto: Collection[int]) -> None:
+    """Raise ValueError if there are clients whose devices measure themselves, by number."""
+    if auto:
+        raise ValueError(
+            f"client {min(auto)} has device = 'auto': what it can train follows from what else runs there, and a private run "
+            "must know that of every client beforehand; give it the name of a device of the fleet"
+        )
 
 
 def find_entries(method: Method, assigned: Mapping[int, Assigned], model: ArrayRecord, *, enforced: bool) -> Held:

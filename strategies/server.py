@@ -191,7 +191,7 @@ class MethodServer(Strategy):
 
         So all clients are given one, and the mean is told who holds what, before anybody is drawn.
         """
-        everyone = self.assign(sorted(self.registry.members), server_round, self.round.arrays)
+        everyone = self.assign(range(self.settings.clients), server_round, self.round.arrays)
         found = find_entries(self.method, everyone, self.round.arrays, enforced=self.enforced)
         self.round.entries = found.by_client
         self.round.mean.expect(found.holders)

@@ -13,6 +13,7 @@ from piecework.federation.private_mean import PrivateMean
 from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import Run
+from piecework.strategies.private_rounds import require_classes
 from piecework.training.methods import METHODS
 from piecework.training.parcels import pack, unpack
 from piecework.training.settings import Settings
@@ -167,6 +168,12 @@ def test_who_takes_part_and_the_noise_are_secret(tmp_path: Path) -> None:
     asked = [[[c["client"] for c in record["clients"]] for record in run.rounds()] for run in runs]
     assert asked[0] != asked[1]
     assert all(record["privacy"]["secret"] for run in runs for record in run.rounds())
+    checkpoint = runs[0].load_checkpoint()
+    assert checkpoint is not None
+    secret = checkpoint.values["privacy"]["secret"]
+    holding = [path for path in runs[0].path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert {path.name for path in holding} == {"state.json"}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in holding)
 
 
 def test_a_run_ends_when_its_limit_is_spent_and_is_evaluated(tmp_path: Path) -> None:
@@ -199,3 +206,9 @@ def test_what_would_break_the_promise_is_refused(what: str, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=f"{what.split(maxsplit=1)[0]}|cannot be private|set clients"):
         run_local(tmp_path, **DIGITS | REFUSED[what])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_measures_itself_is_refused() -> None:
+    require_classes(set())
+    with pytest.raises(ValueError, match=r"client 3 has device = 'auto'"):
+        require_classes({7, 3})
