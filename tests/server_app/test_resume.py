@@ -39,14 +39,14 @@ RESUMABLE = {
         "training__local_epochs": 2,
     },
 }
-UNTIMED = ("round", "accuracy", "loss", "train_loss", "accuracy_by_device")
+UNTIMED = ("round", "accuracy", "loss", "train_loss", "accuracy_by_device", "privacy")
 
 
 def results(run: RunDir) -> list[dict[str, Any]]:
     """All that a run's records say, but for seconds, the resident set, and bytes: a resumed run asks again who is there."""
     clients = ("client", "status", "pieces", "measured_peak", "train_loss", "val_accuracy", "examples", "flops")
     return [
-        {key: record[key] for key in UNTIMED} | {"clients": [[c[k] for k in clients] for c in record["clients"]]}
+        {key: record.get(key) for key in UNTIMED} | {"clients": [[c[k] for k in clients] for c in record["clients"]]}
         for record in run.rounds()
     ]
 
@@ -106,20 +106,32 @@ POINTS = {  # where it was killed, and how many rounds the newest checkpoint hol
 }
 
 
-def test_a_killed_run_resumes_to_the_unbroken_one(tmp_path: Path) -> None:
+PRIVATE = {
+    "architecture__batch_norm": "auto",
+    "architecture__norm": "group",
+    "privacy__noise_multiplier": 0.5,
+    "privacy__seed": 3,
+}
+
+
+@pytest.mark.parametrize("more", [{}, PRIVATE], ids=["plain", "private"])
+def test_a_killed_run_resumes_to_the_unbroken_one(tmp_path: Path, more: dict[str, Any]) -> None:
     """One process runs as often as there are points, and each run is killed with SIGKILL at its point."""
-    command = [sys.executable, str(HERE / "kill_driver.py"), str(tmp_path), json.dumps(KILLED), *POINTS]
+    killed: dict[str, Any] = KILLED | more
+    # Without norms of their own the clients of the private run keep nothing.
+    points = {point: rounds for point, rounds in POINTS.items() if not more or point != "client-has-committed"}
+    command = [sys.executable, str(HERE / "kill_driver.py"), str(tmp_path), json.dumps(killed), *points]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-len(POINTS) :] == [f"{point} 9" for point in POINTS]
-    never_killed = run_local(tmp_path / "never-killed", **KILLED)
+    assert done.stdout.splitlines()[-len(points) :] == [f"{point} 9" for point in points]
+    never_killed = run_local(tmp_path / "never-killed", **killed)
     model = (never_killed.path / "model.safetensors").read_bytes()[-1000:]
-    for point, rounds in POINTS.items():
+    for point, rounds in points.items():
         run_dir = RunDir(tmp_path / point / "run")
         checkpoint = run_dir.load_checkpoint()
         assert (point, checkpoint.values["round"] if checkpoint else 0) == (point, rounds)
         assert not (run_dir.path / "model.safetensors").exists(), point
         # without a checkpoint nothing is left to resume, and the name is free
-        resumed = run_local(tmp_path / point, **KILLED, **({"resume_from": str(run_dir.path)} if rounds else {}))
+        resumed = run_local(tmp_path / point, **killed, **({"resume_from": str(run_dir.path)} if rounds else {}))
         assert len(list((run_dir.path / "clients").iterdir())) == 1, "the stores of one experiment"
         assert same(model_of(resumed), model_of(never_killed)), point
         assert (point, results(resumed)) == (point, results(never_killed))
