@@ -58,10 +58,20 @@ def release_cache() -> None:
         torch.cuda.empty_cache()
 
 
+def budget_within(free: int) -> int:
+    """Return the largest budget that `free` bytes of a GPU have room for, with the allowance beyond it."""
+    return max(0, int((free - WORKSPACES) / (1 + FRAGMENTS)))
+
+
+def allocator_limit(allowed: int, reserved: int) -> int:
+    """Return the bytes that torch's allocator may hold for `allowed` ones, beside those that it has reserved before."""
+    return int(reserved + WORKSPACES + (1 + FRAGMENTS) * allowed)
+
+
 def free_memory(device: torch.device) -> int:
-    """Return the largest budget in bytes that the GPU has room for now: its free memory without the allowance beyond it."""
+    """Return the largest budget in bytes that the GPU has room for now."""
     release_cache()
-    return max(0, int((torch.cuda.mem_get_info(device)[0] - WORKSPACES) / (1 + FRAGMENTS)))
+    return budget_within(torch.cuda.mem_get_info(device)[0])
 
 
 @contextmanager
@@ -78,7 +88,7 @@ def limit_allocator(device: torch.device, allowed: int | None) -> Iterator[Calla
     before = torch.cuda.memory_allocated(device)  # cuBLAS keeps its workspaces from one task to the next
     torch.cuda.reset_peak_memory_stats(device)
     if allowed is not None:
-        limit = torch.cuda.memory_reserved(device) + WORKSPACES + (1 + FRAGMENTS) * allowed
+        limit = allocator_limit(allowed, torch.cuda.memory_reserved(device))
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     try:

@@ -29,7 +29,14 @@ from piecework.engines.cluster.book import gpu_fraction
 from piecework.models.static_norms import is_statistic
 from piecework.planning.step_cost import fake_batch, piece_cost
 from piecework.server_app.records import RunDir
-from piecework.training.accelerator import CPU, NoAcceleratorError, find_device, to_device
+from piecework.training.accelerator import (
+    CPU,
+    NoAcceleratorError,
+    allocator_limit,
+    budget_within,
+    find_device,
+    to_device,
+)
 from piecework.training.attacks import Attack
 from piecework.training.loop import (
     PieceModel,
@@ -282,3 +289,22 @@ def test_an_accounting_without_a_gpu_has_no_gpu_peak() -> None:
         total = torch.zeros(1000).sum()
     assert total == 0
     assert (cap.peak_bytes, cap.gpu_peak_bytes) == (4004, 0)
+
+
+def test_the_allocators_limit_is_the_budget_with_its_allowances() -> None:
+    """100 MiB and a quarter of it for fragments, 128 MiB of workspaces, and 8 MiB that were reserved before."""
+    assert allocator_limit(100 * 2**20, 8 * 2**20) == (125 + 128 + 8) * 2**20
+
+
+@pytest.mark.parametrize("free", [0, 2**20, 10 * 2**30 + 7])
+def test_a_budget_within_free_memory_has_room_for_its_allowances(free: int) -> None:
+    budget = budget_within(free)
+    assert budget == 0 or free - 2 < allocator_limit(budget, 0) <= free
+
+
+def test_eight_runs_fit_one_card() -> None:
+    """Each has a budget within an eighth of 80 GiB less a CUDA context of 600 MiB: their limits and contexts are no more."""
+    card, context = 80 * 2**30, 600 * 2**20
+    budget = budget_within(card // 8 - context)
+    assert budget > 7 * 2**30
+    assert 8 * (allocator_limit(budget, 0) + context) <= card
