@@ -40,6 +40,7 @@ from piecework.training.answers import TOLD_IN_PRIVATE, Metrics, NodeInfo, Outco
 from piecework.training.memory_cap import ResidentPeak, is_out_of_memory
 from piecework.training.messages import Question, Task, content_bytes
 from piecework.training.methods import find_entry
+from piecework.training.readable import config_of
 from piecework.training.settings import Settings
 
 app = ClientApp()
@@ -87,7 +88,7 @@ def query_device(message: Message, context: Context) -> Message:
 @app.query("units")
 def query_units(message: Message, context: Context) -> Message:
     """Store the frozen units in the message, and report which of the wanted ones are missing."""
-    question = Question.from_record(message.content.config_records["question"])
+    question = Question.from_record(config_of(message.content, "question"))
     with closing(open_store(context, question.state_dir, question.experiment_id, "units")) as store:
         unpack(message.content, partial(frozen.keep, store.frozen, store.task))
         missing = list(frozen.not_held(store.frozen, question.wanted))
@@ -184,9 +185,10 @@ def require_strategy_of_run(strategy: str, context: Context) -> None:
 
 def answer(message: Message, context: Context, work: Callable[[Client, Task], Answer]) -> Message:
     """Run a task and return the reply. Too little memory, missing frozen units and a missing GPU are normal replies too."""
-    record = message.content.config_records["task"]
-    require_strategy_of_run(str(record["strategy"]), context)
-    find_trainer(str(record["strategy"]))  # imports it: the task may hold values of the method's own
+    record = config_of(message.content, "task")
+    strategy = str(record.get("strategy", ""))
+    require_strategy_of_run(strategy, context)
+    find_trainer(strategy)  # imports it: the task may hold values of the method's own
     task = Task.from_record(record)
     message_bytes = content_bytes(message.content)
     metrics: Metrics = {"message-bytes": message_bytes}

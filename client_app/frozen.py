@@ -14,6 +14,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from piecework.training.readable import MessageError
+
 
 class MissingUnitsError(LookupError):
     """A task names frozen units that are missing or damaged on the client. `missing` maps units to content hashes."""
@@ -61,7 +63,7 @@ def keep(folder: Path, scratch: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def not_held(folder: Path, wanted: Iterable[str]) -> Iterator[str]:
-    """Yield the hashes without an intact file, and remove damaged files. Raises ValueError for text that is no hash."""
+    """Yield the hashes without an intact file, and remove damaged files. Raises MessageError for text that is no hash."""
     for digest in wanted:
         path = _path(folder, digest)
         try:
@@ -97,5 +99,5 @@ def forget_others(folder: Path, named: Collection[str]) -> None:
 
 def _path(folder: Path, digest: str) -> Path:
     if not re.fullmatch("[0-9a-f]{64}", digest):
-        raise ValueError(f"{digest!r} is not a content hash: expected 64 hexadecimal digits")
+        raise MessageError(f"{digest!r:.100} is not a content hash: expected 64 hexadecimal digits")
     return folder / f"{digest}.safetensors"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from piecework.client_app import frozen, local_norms
 from piecework.client_app.client import FIXED_FILL, Client
@@ -25,6 +25,7 @@ from piecework.training.examples import Augmentation, Examples, examples_of_test
 from piecework.training.memory_cap import MemoryCap, keep_heap_tight, return_free_memory
 from piecework.training.messages import Task, read_expected
 from piecework.training.randomness import generator
+from piecework.training.readable import MessageError, arrays_of
 from piecework.training.settings import Settings
 from piecework.training.setup import (
     all_client_rows,
@@ -35,6 +36,8 @@ from piecework.training.setup import (
     open_own,
     training_config_for,
 )
+
+NUMBERS = "fiub"  # kinds of numpy types
 
 
 def open_store(context: Context, state_dir: str, experiment_id: str, task: str) -> Store:
@@ -125,14 +128,25 @@ def unpack(content: RecordDict, write: Callable[[dict[str, np.ndarray]], None]) 
     """Pass a message's arrays to `write` unit by unit, and return their memory to the system.
 
     The arrays are removed from the message, because Flower keeps it until the reply is sent. What is written are views of the
-    parcels; each parcel is freed when all of it is written.
+    parcels; each parcel is freed when all of it is written. Raises MessageError or ParcelError.
     """
-    record = content.array_records["arrays"]
+    record = arrays_of(content)
     arrays = parcels.unpack(record)
     record.clear()
     for unit in dict.fromkeys(map(unit_of, arrays)):
-        write({name: parcels.view(arrays.pop(name)) for name in list(arrays) if unit_of(name) == unit})
+        write({name: readable(name, arrays.pop(name)) for name in list(arrays) if unit_of(name) == unit})
     return_free_memory()
+
+
+def readable(name: str, array: Array) -> np.ndarray:
+    """Return an array of a message, not copied. Raises MessageError if it is none, or one of anything but numbers."""
+    try:
+        found = parcels.view(array)
+    except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:
+        raise MessageError(f"array {name!r:.100} of the message cannot be read: {error}") from None
+    if found.dtype.kind not in NUMBERS:
+        raise MessageError(f"array {name!r:.100} of the message holds {found.dtype}, and no numbers")
+    return found
 
 
 def pack(store: Store, units: list[str], wanted: Callable[[str], bool] = lambda name: True) -> ArrayRecord:

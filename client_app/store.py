@@ -10,8 +10,9 @@ flattens, has no file.
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from piecework.client_app.seal import damage, seal
 from piecework.client_app.task_folder import claim, remove, remove_leftovers
 from piecework.models.cascade import unit_of
 from piecework.models.static_norms import is_statistic
+from piecework.training.readable import MessageError
 
 KEPT_STATES = 2
 
@@ -53,12 +55,12 @@ class Store:
     def write_units(self, arrays: Mapping[str, np.ndarray], folder: Path | None = None) -> None:
         """Write arrays with global names, one file per unit, to the task's model folder or to `folder`.
 
-        Raises ValueError for a name that a model's array cannot have.
+        Raises MessageError for a name that a model's array cannot have.
         """
         units: dict[str, dict[str, np.ndarray]] = {}
         for name, array in arrays.items():
             if not re.fullmatch(r"[\w.]+", name):
-                raise ValueError(f"array name {name!r} is invalid: only letters, digits, _ and . are allowed")
+                raise MessageError(f"array name {name!r:.100} is invalid: only letters, digits, _ and . are allowed")
             units.setdefault(unit_of(name), {})[name] = np.ascontiguousarray(array).reshape(array.shape)
         for unit, entries in units.items():
             path = (folder or self.model) / f"{unit}.safetensors"
@@ -85,7 +87,7 @@ class Store:
             held = set(file.keys())
             for name, target in state.items():
                 if f"{unit}.{name}" in held or not is_statistic(name):
-                    target.copy_(torch.from_numpy(file.get_tensor(f"{unit}.{name}")))
+                    _fill(target, f"{unit}.{name}", file, held)
 
     def read(self, units: Iterable[str], folder: Path | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the global names and arrays of units, from the task's model folder or from `folder`.
@@ -176,6 +178,18 @@ class Store:
     def feature_path(self, part: str) -> Path:
         """Return the file for the features of a part, which names training or validation data and the piece."""
         return self.task / f"features-{part}.npy"
+
+
+def _fill(target: torch.Tensor, name: str, file: Any, held: Collection[str]) -> None:
+    """Copy an array of a file into a parameter or a buffer. Raises MessageError if there is none, or one of another shape."""
+    if name not in held:
+        raise MessageError(f"the message has no array {name!r:.100}, which the task's model needs")
+    found = file.get_tensor(name)
+    if found.shape != tuple(target.shape):
+        raise MessageError(
+            f"array {name!r:.100} has shape {found.shape}: that of the task's model has {tuple(target.shape)}"
+        )
+    target.copy_(torch.from_numpy(found))
 
 
 def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:

@@ -46,9 +46,12 @@ def find_places(strategy: str) -> Callable[[Task, int, Blueprint, Blueprint], Ma
 def find_query(strategy: str) -> Callable[[Task, Client], Metrics]:
     """Return the trainer's `query`, which answers a strategy's query of all clients between rounds.
 
-    Raises ValueError for an unknown strategy.
+    Raises ValueError for an unknown strategy, or for one that queries nothing.
     """
-    return cast(Callable[[Task, Client], Metrics], _module(strategy).query)
+    found = getattr(_module(strategy), "query", None)
+    if found is None:
+        raise ValueError(f"strategy {strategy} has no query that a client could answer")
+    return cast(Callable[[Task, Client], Metrics], found)
 
 
 def _module(strategy: str) -> ModuleType:

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from piecework.device_profiles.documents import abbreviate
 from piecework.federated_data.datasets import ArrayDataset, set_name
@@ -47,12 +48,12 @@ class Expected:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def from_text(cls, text: str) -> Self:
-        """Read what `to_text` wrote. Raises TypeError for other fields."""
-        values: Any = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()
-        }
-        return cls(**values)
+    def from_values(cls, values: Any) -> Self:
+        """Read the values that `to_text` wrote. Raises ValueError for others."""
+        return cast(Self, EXPECTED.validate_python(values))
+
+
+EXPECTED = TypeAdapter(Expected)
 
 
 def adopt(data: ArrayDataset, expected: Expected, whose: str = OWN, advice: str = ADVICE) -> ArrayDataset:

@@ -19,9 +19,10 @@ from piecework.device_profiles.profile import DeviceState, measured_budget
 from piecework.federated_data.own_data import Expected
 from piecework.federation.claims import Claims
 from piecework.federation.errors import TooFewNodesError
-from piecework.training.answers import UNUSABLE, AnswerError, printable, read_figures, read_node, reason_of
+from piecework.training.answers import AnswerError, printable, read_figures, read_node, reason_of
 from piecework.training.messages import EXPECTED, content_bytes, expected_record
 from piecework.training.randomness import generator
+from piecework.training.readable import UNUSABLE
 from piecework.training.settings.shared import MemorySettings
 
 LOG = logging.getLogger("piecework")

@@ -15,8 +15,9 @@ from piecework.models.work_item import WorkItem
 from piecework.planning.counts import bits, dense_flops
 from piecework.planning.cut import Cut
 from piecework.planning.timing import local_work, work_flops, work_seconds
-from piecework.training.answers import UNUSABLE, Answer, printable, read_answer, reason_of
+from piecework.training.answers import Answer, printable, read_answer, reason_of
 from piecework.training.messages import Task, content_bytes
+from piecework.training.readable import UNUSABLE
 
 
 @dataclass

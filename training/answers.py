@@ -17,12 +17,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Typ
 from piecework.device_profiles.profile import ENDLESS, UNLIMITED
 from piecework.models.work_item import WorkItem
 from piecework.training.parcels import ParcelError, unpack
+from piecework.training.readable import first_of
 
 Status = Literal["ok", "memory", "failed"]
 Metrics = dict[str, float | int | list[int]]
-
-# What reading an answer may raise: nested JSON raises RecursionError, and a list of a trillion examples MemoryError.
-UNUSABLE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError)
 
 
 class AnswerError(ValueError):
@@ -187,7 +185,7 @@ def read_outcome(record: ConfigRecord) -> Outcome:
     try:
         return replace(OUTCOME.validate_python(values), done=tuple(map(WorkItem.from_values, items)))
     except ValidationError as error:
-        raise AnswerError(f"outcome {_first_of(error)}") from None
+        raise AnswerError(f"outcome {first_of(error)}") from None
 
 
 def read_node(record: ConfigRecord) -> NodeInfo:
@@ -197,7 +195,7 @@ def read_node(record: ConfigRecord) -> NodeInfo:
     try:
         return NODE.validate_python(values)
     except ValidationError as error:
-        raise AnswerError(f"node {_first_of(error)}") from None
+        raise AnswerError(f"node {first_of(error)}") from None
 
 
 def read_figures(record: MetricRecord) -> Metrics:
@@ -206,23 +204,13 @@ def read_figures(record: MetricRecord) -> Metrics:
     try:
         figures = Figures.model_validate(sent).model_dump(by_alias=True)
     except ValidationError as error:
-        raise AnswerError(_first_of(error)) from None
+        raise AnswerError(first_of(error)) from None
     return {name: figures[name] for name in sent}
 
 
 def _require_known(values: dict[str, Any], record: str, kind: type[Outcome | NodeInfo]) -> None:
     if unknown := sorted(set(values) - {each.name for each in fields(kind)}):
         raise AnswerError(f"the {record} has no {unknown[0]!r:.100}")
-
-
-def _first_of(error: ValidationError) -> str:
-    """Return the first complaint of pydantic as a sentence, with the value."""
-    first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0])
-    if first["type"] == "missing":
-        return f"{name} is missing"
-    complaint = first["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
-    return f"{name!s:.100} is {first['input']!r:.100}: {complaint}"
 
 
 def reply(message: Message, outcome: Outcome, metrics: Metrics, arrays: ArrayRecord | None = None) -> Message:

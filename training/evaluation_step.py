@@ -1,7 +1,9 @@
 """How a client may evaluate a model: the server lists such steps in a task, with the bytes that each takes."""
 
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 
 @dataclass(frozen=True)
@@ -12,9 +14,9 @@ class EvaluationStep:
     than one way.
     """
 
-    bytes: int
-    examples: int = 0
-    held: str = ""
+    bytes: Annotated[int, Field(strict=True, ge=0)]
+    examples: Annotated[int, Field(strict=True, ge=0)] = 0
+    held: Annotated[str, Field(strict=True)] = ""
 
     def to_values(self) -> list[Any]:
         """Return the fields as JSON values."""

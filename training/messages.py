@@ -6,48 +6,64 @@ What comes back is in training/answers.py.
 import json
 from dataclasses import asdict, dataclass, field
 from dataclasses import fields as dataclass_fields
-from functools import cached_property
-from typing import Any, Self, cast
+from functools import cache, cached_property
+from typing import Annotated, Any, ClassVar, Self, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.profile import ENDLESS, UNLIMITED
 from piecework.federated_data.own_data import Expected
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
 from piecework.training import parcels
 from piecework.training.evaluation_step import EvaluationStep
+from piecework.training.readable import MessageError, checked, parse
 
 EXPECTED = "expected"
 AS_JSON = ("costs", "frozen", "void", "variant", "own")  # Flower's records hold neither mappings nor lists of lists
 IN_RECORDS = {"discarded_rounds": "void", "config": "own"}  # fields with another name there
+Strict = Field(strict=True)
+Round = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Bytes = Annotated[int, Field(strict=True, ge=0, le=ENDLESS)]
+Name = Annotated[str, Field(strict=True, pattern=r"^[\w-]+$", max_length=200)]  # of a folder
+Unit = Annotated[str, Field(strict=True, pattern=r"^[\w.]*$", max_length=200)]  # which names a file
 
 
 @dataclass(frozen=True)
 class Task:
     """A server's request to a client in a round."""
 
-    experiment_id: str
-    round: int
-    state_round: int  # the newest round whose client state may be used
-    strategy: str
-    budget: int  # the bytes that the server assumes the client may use
-    reference: int  # the bytes of a reference step, of which emulated ratio budgets are fractions
-    lr: float
-    state_dir: str
-    enforced: bool = True  # the accounting holds the client to the costs, which are true bytes
-    costs: dict[WorkItem, int] = field(default_factory=dict)  # bytes
-    frozen: dict[str, str] = field(
+    experiment_id: Name
+    round: Round
+    state_round: Round  # the newest round whose client state may be used
+    strategy: Annotated[str, Strict]
+    budget: Annotated[
+        int, Field(strict=True, ge=0, le=UNLIMITED)
+    ]  # the bytes that the server assumes the client may use
+    reference: Bytes  # the bytes of a reference step, of which emulated ratio budgets are fractions
+    lr: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+    state_dir: Annotated[str, Strict]
+    enforced: Annotated[bool, Strict] = True  # the accounting holds the client to the costs, which are true bytes
+    costs: dict[WorkItem, Bytes] = field(default_factory=dict)
+    frozen: dict[Unit, Annotated[str, Strict]] = field(
         default_factory=dict
     )  # content hashes of units that no client trains any more, not sent
-    discarded_rounds: list[list[int]] = field(
+    discarded_rounds: list[Annotated[list[Annotated[int, Strict]], Field(min_length=2, max_length=2)]] = field(
         default_factory=list
     )  # pairs (first, last); client states of them are invalid
-    kept_round: int = 0  # the server may go back to it: its client state is kept, or the newest before it
-    personal: bool = False  # evaluation is on the client's part of the test split, not on its validation data
-    adversarial: bool = False  # the client trains on adversarial examples; its training config has the attack
-    atoms: list[int] = field(default_factory=list)  # of the served model, if its batch norms are to be measured
-    head: str = ""  # of the served model
+    kept_round: Round = 0  # the server may go back to it: its client state is kept, or the newest before it
+    personal: Annotated[bool, Strict] = (
+        False  # evaluation is on the client's part of the test split, not on its validation data
+    )
+    adversarial: Annotated[bool, Strict] = (
+        False  # the client trains on adversarial examples; its training config has the attack
+    )
+    atoms: list[Annotated[int, Field(strict=True, ge=0)]] = field(
+        default_factory=list
+    )  # of the served model, if its batch norms are to be measured
+    head: Unit = ""  # of the served model
     variant: Variant = field(default_factory=Variant)  # the network that the client builds from the run's model
     config: dict[str, Any] = field(default_factory=dict)  # the strategy's own fields
     evaluation: list[EvaluationStep] = field(
@@ -68,13 +84,17 @@ class Task:
 
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "Task":
-        """Read a task. Raises TypeError or KeyError for a missing or unknown field, ValueError for a bad value of a variant."""
-        mappings = {key: json.loads(str(record[key])) for key in AS_JSON}
-        costs = {WorkItem.from_values(item): int(cost) for item, cost in mappings["costs"]}
-        mappings |= {"variant": Variant.from_values(mappings["variant"]), "costs": costs}
-        mappings["evaluation"] = [EvaluationStep(*step) for step in json.loads(str(record.get("evaluation", "[]")))]
+        """Read a task. Raises MessageError, which names the first field that is missing, unknown or out of range."""
         names = {key: field for field, key in IN_RECORDS.items()}
-        return cls(**{names.get(key, key.replace("-", "_")): value for key, value in {**record, **mappings}.items()})
+        values = {names.get(key, key.replace("-", "_")): value for key, value in record.items()}
+        for key, read in READERS.items():
+            if key in record:
+                values[names.get(key, key)] = parse(key, record[key], read)
+            elif key in AS_JSON:
+                raise MessageError(f"the task has no {key}")
+        if unknown := sorted(set(values) - {each.name for each in dataclass_fields(cls)}):
+            raise MessageError(f"the task has no {unknown[0]!r:.100}")
+        return checked(TASK, values, "the task")
 
     @cached_property
     def _steps(self) -> dict[WorkItem, list[WorkItem]]:
@@ -113,26 +133,63 @@ class Task:
         )
 
 
+def read_costs(listed: Any) -> dict[WorkItem, int]:
+    """Return the bytes of work items from their list in a record."""
+    return {WorkItem.from_values(item): cost for item, cost in listed}
+
+
+def read_steps(listed: Any) -> list[EvaluationStep]:
+    """Return the ways to evaluate from their list in a record."""
+    return [STEP.validate_python(asdict(EvaluationStep(*step))) for step in listed]
+
+
+def as_sent(values: Any) -> Any:
+    """Return the values of a field whose type `Task` declares."""
+    return values
+
+
+READERS = {
+    "costs": read_costs,
+    "frozen": as_sent,
+    "void": as_sent,
+    "variant": Variant.from_values,
+    "own": as_sent,
+    "evaluation": read_steps,
+}
+TASK, STEP = TypeAdapter(Task), TypeAdapter(EvaluationStep)
+
+
 class TaskConfig:
     """Base of the dataclasses that hold a strategy's own fields of a task."""
 
+    __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)  # of a plugin's own
+
     @classmethod
     def of(cls, task: Task) -> Self:
-        """Return the own fields of a task. Raises TypeError for a missing or unknown field."""
-        return cls(**task.config)
+        """Return the own fields of a task. Raises MessageError for one that is missing, unknown or of another type."""
+        if unknown := sorted(task.config.keys() - {each.name for each in dataclass_fields(cast(Any, cls))}):
+            raise MessageError(f"the task has no {unknown[0]!r:.100} of {cls.__name__}")
+        return checked(
+            cast(TypeAdapter[Self], _adapter(cast(Any, cls))), task.config, f"what the task says for {cls.__name__}"
+        )
 
     def to_values(self) -> dict[str, Any]:
         """Return the fields as values for `Task.config`."""
         return asdict(cast(Any, self))
 
 
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 @dataclass(frozen=True)
 class Question:
     """A query of the frozen units that a client holds: `wanted` are content hashes. The message may also carry units."""
 
-    experiment_id: str
-    state_dir: str
-    wanted: list[str]
+    experiment_id: Name
+    state_dir: Annotated[str, Strict]
+    wanted: list[Annotated[str, Strict]]
 
     def to_record(self) -> ConfigRecord:
         """Return the fields as a Flower record."""
@@ -140,8 +197,13 @@ class Question:
 
     @classmethod
     def from_record(cls, record: ConfigRecord) -> "Question":
-        """Read a query. Raises TypeError for a missing or unknown field."""
-        return cls(**cast(dict[str, object], dict(record)))  # type: ignore[arg-type]
+        """Read a query. Raises MessageError for a field that is missing, unknown or of another type."""
+        if unknown := sorted(set(record) - {each.name for each in dataclass_fields(cls)}):
+            raise MessageError(f"the question has no {unknown[0]!r:.100}")
+        return checked(QUESTION, dict(record), "the question")
+
+
+QUESTION = TypeAdapter(Question)
 
 
 def expected_record(expected: Expected) -> ConfigRecord:
@@ -150,9 +212,9 @@ def expected_record(expected: Expected) -> ConfigRecord:
 
 
 def read_expected(content: RecordDict) -> Expected | None:
-    """Return what a message says of that, or None."""
+    """Return what a message says of that, or None. Raises MessageError."""
     record = content.config_records.get(EXPECTED)
-    return None if record is None else Expected.from_text(str(record["data"]))
+    return None if record is None else parse("data", record.get("data"), Expected.from_values)
 
 
 def content_bytes(content: RecordDict) -> int:

@@ -155,7 +155,7 @@ def numbers(labels: list[int], names: tuple[str, ...] = (), vocabulary: int = 0)
     ],
 )
 def test_classes_are_those_of_the_run(own: ArrayDataset, theirs: ArrayDataset, labels: list[int]) -> None:
-    found = adopt(own, Expected.from_text(Expected.of(theirs).to_text()))
+    found = adopt(own, Expected.from_values(json.loads(Expected.of(theirs).to_text())))
     assert (found.labels.tolist(), found.test_labels.tolist()) == (labels, labels)
     assert (found.num_classes, found.class_names) == (theirs.num_classes, theirs.class_names)
     assert (found.mean, found.std, found.vocabulary) == (theirs.mean, theirs.std, theirs.vocabulary)

@@ -10,7 +10,6 @@ from piecework.device_profiles.profile import ENDLESS, UNLIMITED
 from piecework.training.answers import (
     LONGEST,
     MOST_TEXT,
-    UNUSABLE,
     AnswerError,
     Figures,
     NodeInfo,
@@ -19,6 +18,7 @@ from piecework.training.answers import (
     read_node,
     read_outcome,
 )
+from piecework.training.readable import UNUSABLE
 
 
 def test_what_a_node_says_of_itself_is_text() -> None:
