@@ -147,6 +147,10 @@ class HostileGrid(LocalGrid):
         wanted = sorted(message_ids, key=int)
         return [self._answer(self._sent[wanted[0]])] if wanted else []
 
+    def sent(self) -> list[Message]:
+        """Return all messages so far, in their order."""
+        return [*self._sent.values()]
+
     def _answer(self, message: Message) -> Message:
         content = message.content
         asked = tuple(unpack(content.array_records["arrays"])) if "arrays" in content else ()

@@ -70,8 +70,8 @@ def changed_array(array: Array, kind: str) -> Array:
     if kind == "words":
         return Array(np.array(["a", "b"]))
     if kind == "header":
-        return Array(array.dtype, (2**40, 2**40), array.stype, array.data[:64])
-    return Array(array.dtype, array.shape, array.stype, array.data[:-3] if kind == "cut" else b"\x80\x04K\x01.")
+        return Array(array.dtype, (2**40, 2**40), array.stype, bytes(array.data[:64]))
+    return Array(array.dtype, array.shape, array.stype, bytes(array.data[:-3]) if kind == "cut" else b"\x80\x04K\x01.")
 
 
 def change_arrays(arrays: ArrayRecord, number: int, kind: str) -> None:

@@ -1,0 +1,4 @@
+KINDS: dict = {}
+
+
+class Reader: ...
