@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.fuzz_files import KINDS, Reader
+from benchmarks.fuzz_files import KINDS, Reader, World
 from benchmarks.fuzz_messages import Client, Watch
 from piecework.training.methods import METHODS
 
@@ -41,16 +41,18 @@ def fuzz_messages(systems: list[str], messages: int, seed: int) -> list[str]:
 
 def fuzz_files(kinds: list[str], files: int, seed: int) -> list[str]:
     """Give changed files of these kinds to their readers, and print a line for each. Returns what is wrong."""
-    wrong = []
+    wrong, came = list[str](), Counter[str]()
     for kind in kinds:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            reader = Reader(kind, Path(folder))
+            reader = Reader(kind, World(Path(folder)))
             grown = reader.attack(-(-files // len(kinds)), seed)
+        came += reader.came
         wrong += [f"{kind}: {text}" for text in reader.wrong]
         wrong += [f"{kind}: memory grew by {grown / 1e6:.1f} MB"] if grown > MOST_GROWN else []
         took = time.monotonic() - started
         print(f"{kind}: {dict(reader.came)}, memory {grown / 1e6:+.1f} MB, {took:.0f} s", flush=True)
+    print(f"{sum(came.values())} files: {dict(came)}")
     return wrong
 
 

@@ -187,7 +187,9 @@ def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
         if source not in shipped_fleets():
             known = ", ".join(shipped_fleets())
             near = did_you_mean(source, shipped_fleets())
-            raise FleetError(f"unknown fleet {source!r}; there are {known}, or the path of a .toml file{near}")
+            raise FleetError(
+                f"unknown fleet {abbreviate(source)}; there are {known}, or the path of a .toml file{near}"
+            )
     elif not path.is_file():
         path = _in_package(path) or path
     return _check_table(_table(FleetTable, lambda: _toml(path), str(path)), str(path), path.parent)

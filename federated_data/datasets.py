@@ -169,7 +169,7 @@ def load(directory: Path, verify: bool = False) -> ArrayDataset:
             raise
         except PermissionError as error:
             raise DatasetError(f"{path} cannot be read: {error}; give it to the user who runs this") from None
-        except (OSError, ValueError, EOFError, SyntaxError) as error:
+        except own_sources.UNREADABLE as error:
             raise DatasetError(_describe_damage(path, error)) from None
     inputs, labels, test_inputs, test_labels, *groups = arrays
     pairs = [(inputs, labels, _FILES[1]), (test_inputs, test_labels, _FILES[3])]

@@ -7,7 +7,7 @@ from flwr.serverapp import Grid
 
 from piecework.client_app.disk import StorageError
 from piecework.server_app.callbacks import Callbacks
-from piecework.server_app.records import RunDir
+from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.rounds import OnRound, Run
 from piecework.server_app.run_folder import COMPLETED, nothing_left, require_new
 from piecework.server_app.run_lock import run_lock
@@ -16,6 +16,23 @@ from piecework.server_app.summary import how_stopped, summarise
 from piecework.training.settings import Settings
 
 LOG = logging.getLogger("piecework")
+
+
+def open_run(grid: Grid, settings: Settings, run_dir: RunDir) -> Run:
+    """Return a run, new or resumed, that has written nothing yet.
+
+    Raises ValueError for settings, and CheckpointError for a checkpoint that is sealed and yet not as Piecework writes it.
+    """
+    try:
+        return Run(grid, settings, run_dir)
+    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
+        if not settings.resume_from:
+            raise
+        file = run_dir.checkpoint_paths()[-1] / "state.json"
+        raise CheckpointError(
+            f"{file} is not as this version of Piecework writes it ({type(error).__name__}: {error!s:.200}): the run cannot be "
+            "resumed"
+        ) from error
 
 
 def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: OnRound = lambda _: None) -> None:
@@ -27,7 +44,7 @@ def run_experiment(grid: Grid, settings: Settings, run_dir: RunDir, on_round: On
     with ExitStack() as held:
         if settings.resume_from:
             held.enter_context(run_lock(run_dir.path))  # no other process may change the files that are read now
-        run = Run(grid, settings, run_dir)  # rejects settings before any file is written
+        run = open_run(grid, settings, run_dir)  # rejects settings before any file is written
         if not settings.resume_from:
             held.enter_context(run_lock(run_dir.path))
             require_new(run_dir)  # only now: a run of this name may have completed since the first look

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
+from piecework.device_profiles.documents import abbreviate
 from piecework.federation.faults import CrashHistory
 from piecework.federation.registry import ClientRegistry
 from piecework.models.cascade import Blueprint
@@ -36,7 +37,8 @@ class StrategyState:
         """Return the state of `to_values`. Raises ValueError for a missing or unknown field."""
         known = {f.name for f in fields(cls)}
         if set(values) != known:
-            raise ValueError(f"strategy state has the fields {sorted(values)}, expected {sorted(known)}")
+            found = abbreviate(sorted(values))
+            raise ValueError(f"the strategy's state in the checkpoint has the fields {found}, expected {sorted(known)}")
         return cls(**values | {"crash_history": CrashHistory(**values["crash_history"])})
 
 

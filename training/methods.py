@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from piecework.device_profiles.documents import abbreviate
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.plugins import find_plugin, list_plugins, load_plugin, refuse_exit
 from piecework.training.capabilities import Capabilities
@@ -271,8 +272,8 @@ def find_entry(strategy: str) -> Entry:
         return _entry_of_ones_own(strategy)
     names = [*METHODS, *list_plugins("methods")]
     raise ValueError(
-        f"unknown strategy {strategy!r}: known are {', '.join(names)}; one of your own is MODULE:CLASS, or the name under "
-        f"which an installed package registers it{did_you_mean(strategy, names)}"
+        f"unknown strategy {abbreviate(strategy)}: known are {', '.join(names)}; one of your own is MODULE:CLASS, or the name "
+        f"under which an installed package registers it{did_you_mean(strategy, names)}"
     )
 
 

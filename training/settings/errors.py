@@ -34,8 +34,8 @@ def describe_unknown_key(key: str, fields: Iterable[str]) -> str:
         close = get_close_matches(given.rpartition(".")[2], last, n=1, cutoff=0.7)
         near = [name for name in fields if name.rpartition(".")[2] in close]
     if near:
-        return f"unknown setting {key!r}: did you mean {' or '.join(map(repr, near))}?"
-    return f"unknown setting {key!r}: `piecework settings` lists all {len(known)}"
+        return f"unknown setting {abbreviate(key)}: did you mean {' or '.join(map(repr, near))}?"
+    return f"unknown setting {abbreviate(key)}: `piecework settings` lists all {len(known)}"
 
 
 def require_table_name(name: str, taken: Collection[str], strategy: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from piecework.device_profiles.documents import abbreviate
 from piecework.training.capabilities import Scalar
 from piecework.training.settings.changeable import CHANGEABLE, EXTENDABLE
 from piecework.training.settings.errors import SettingsError
@@ -13,8 +14,8 @@ def check_resume(old: Mapping[str, Scalar], new: Settings) -> None:
     for key, value in new.to_run_config().items():
         may_change = key in CHANGEABLE or (key in EXTENDABLE and value)
         if not may_change and key in old and old[key] != value:
+            differs = f"setting {key} = {abbreviate(value)} differs from {abbreviate(old[key])} of the run to resume"
             raise SettingsError(
-                f"setting {key} = {value!r} differs from {old[key]!r} of the run to resume: a resumed run may only change "
-                f"{', '.join(sorted(CHANGEABLE | EXTENDABLE))}. `piecework run --set resume-from=DIR` takes all others from "
-                "the run; plain `flwr run` gives each its default unless it is named"
+                f"{differs}: a resumed run may only change {', '.join(sorted(CHANGEABLE | EXTENDABLE))}. `piecework run --set "
+                "resume-from=DIR` takes all others from the run; plain `flwr run` gives each its default unless it is named"
             )
