@@ -1,0 +1,38 @@
+"""Chaos: what becomes of runs that are killed, whose disk is full, whose clock jumps, or whose files are damaged.
+
+    python -m benchmarks.chaos kills --engine local --runs 2 --folder FOLDER     # of each system; also ray, deployment
+
+Every trial is drawn from `--seed`. It is noted in FOLDER/chaos.jsonl, so that an interrupted benchmark goes on with the next.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: children are forked
+
+import argparse  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from benchmarks.chaos.children import warm_up  # noqa: E402
+from benchmarks.chaos.kills import kill_runs  # noqa: E402
+from piecework.training.methods import METHODS  # noqa: E402
+
+
+def main() -> None:
+    """Do what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["kills"])
+    parser.add_argument("--folder", type=Path, required=True, help="of the runs and of what came of them")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default=",".join(METHODS), help="systems, separated by commas")
+    parser.add_argument("--engine", default="local", choices=["local", "ray", "deployment"])
+    parser.add_argument("--runs", type=int, default=1, help="runs that are killed, of each system")
+    parser.add_argument("--kills", default="2,4", help="the least and the most times that a run is killed")
+    options = parser.parse_args()
+    warm_up()
+    least, most = map(int, options.kills.split(","))
+    folder, systems = options.folder.resolve(), options.only.split(",")
+    kill_runs(folder, options.engine, systems, options.runs, options.seed, (least, most))
+
+
+if __name__ == "__main__":
+    main()
