@@ -62,7 +62,8 @@ class Moment:
         """
         said = []
         if self.seconds_left is not None:
-            left = self.seconds_left - ((time.time() if now is None else now) - self.written)
+            passed = (time.time() if now is None else now) - self.written  # negative if the clock was set back
+            left = self.seconds_left - max(0.0, passed)
             due = "should end now" if left > -1 else f"is late by {math.floor(-left)} s"
             said.append(f"{self.phase} {f'ends in {math.ceil(left)} s' if left > 0 else due}")
         return "  ".join(said + ([f"slowest: {self.slowest}"] if self.slowest else []))
@@ -92,15 +93,16 @@ class Moments:
         self.path, self.rounds, self.server, self.parallel = folder / FILE, rounds, server, parallel
         self.round, self.phase, self.since = 0, "", time.time()
         self.durations: dict[str, list[float]] = {}
-        self.said, self.written, self.writable = 0.0, 0.0, True
+        # On the monotonic clock: the other one may be set back by hours while the run goes on.
+        self.began, self.said, self.written, self.writable = time.monotonic(), -math.inf, -math.inf, True
 
     def begin(self, phase: str, server_round: int = 0) -> None:
         """Say that a phase begins. The one before it has ended."""
-        now = time.time()
+        now, began = time.time(), time.monotonic()
         if self.round:
-            self.durations.setdefault(self.phase, []).append(now - self.since)
-        self.round, self.phase, self.since = server_round, phase, now
-        self._say(Moment(server_round, self.rounds, phase, since=now, written=now), now)
+            self.durations.setdefault(self.phase, []).append(began - self.began)
+        self.round, self.phase, self.since, self.began = server_round, phase, now, began
+        self._say(Moment(server_round, self.rounds, phase, since=now, written=now))
 
     def follow(self, replies: Iterator[Message]) -> Iterator[Message]:
         """Yield the replies to the tasks of the phase, and say how many have come. Closing it closes `replies`."""
@@ -109,11 +111,11 @@ class Moments:
             self._count(predicted)
         for came, reply in enumerate(replies, start=1):
             yield reply
-            if came == len(log) or time.time() - self.said > SAY_EVERY:
+            if came == len(log) or time.monotonic() - self.said > SAY_EVERY:
                 self._count(predicted)
 
     def _count(self, predicted: Mapping[int, float]) -> None:
-        now, log = time.time(), self.server.dispatcher.log
+        elapsed, log = time.monotonic() - self.began, self.server.dispatcher.log
         awaited = [client for client, report in log.items() if report.status == AWAITED]
         done = len(log) - len(awaited)
         failed = sum(report.status not in (AWAITED, "ok") for report in log.values())
@@ -127,21 +129,19 @@ class Moments:
             failed,
             "" if slowest is None else self._name(slowest, log[slowest]),
             self.since,
-            now,
-            seconds_left(
-                self.durations.get(self.phase, []), now - self.since, done, len(awaited), parallel=self.parallel
-            ),
+            time.time(),
+            seconds_left(self.durations.get(self.phase, []), elapsed, done, len(awaited), parallel=self.parallel),
         )
-        self._say(moment, now)
+        self._say(moment)
 
     def _name(self, client: int, report: ClientReport) -> str:
         assigned = self.server.round.assigned.get(client)
         device = report.device or (assigned.device.device if assigned is not None else "")
         return f"{device} (client {client})" if device else f"client {client}"
 
-    def _say(self, moment: Moment, now: float) -> None:
+    def _say(self, moment: Moment) -> None:
         tell(moment)
-        self.said = now
+        now = self.said = time.monotonic()
         if not self.writable or (now - self.written < WRITE_EVERY and moment.done not in (0, moment.asked)):
             return
         self.written = now

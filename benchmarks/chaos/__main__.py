@@ -9,12 +9,12 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: children are forked
 
-import argparse  # noqa: E402
-from pathlib import Path  # noqa: E402
+import argparse
+from pathlib import Path
 
-from benchmarks.chaos.children import warm_up  # noqa: E402
-from benchmarks.chaos.kills import kill_runs  # noqa: E402
-from piecework.training.methods import METHODS  # noqa: E402
+from benchmarks.chaos.children import warm_up
+from benchmarks.chaos.kills import kill_runs
+from piecework.training.methods import METHODS
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-import piecework.client_app.app  # noqa: F401  (children need not import it)
+import piecework.client_app.app
 import piecework.engines.launch  # noqa: F401
 from piecework.cli import main
 from piecework.device_profiles.memory import trace
@@ -150,9 +150,9 @@ def _alive(child: Child) -> set[psutil.Process]:
     found = set()
     for process in [*child.family, *psutil.process_iter()]:
         with suppress(psutil.Error, OSError):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                if process in child.family or process.environ().get(MARK) == child.mark:
-                    found.add(process)
+            runs = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            if runs and (process in child.family or process.environ().get(MARK) == child.mark):
+                found.add(process)
     return found
 
 

@@ -97,6 +97,20 @@ def test_others_read_the_same_in_the_folder_of_the_run(tmp_path: Path, grids: An
     assert second[0].seconds_left is not None
 
 
+def test_a_clock_that_is_set_back_hides_nothing(
+    tmp_path: Path, grids: Any, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an hour each time that anyone looks: every answer is counted, and no phase takes less than no time."""
+    shown = iter(range(10**9, 0, -3600))
+    monkeypatch.setattr(moment.time, "time", lambda: float(next(shown)))
+    run_local(tmp_path, grids(RecordingGrid), strategy="fedavg", num_rounds=2, **TRIO)
+    counted = [text for text, _ in heard.said if text.startswith("round 2: training ")]
+    assert counted == [f"round 2: training {done}/3" for done in range(4)]
+    left = [file.seconds_left for file in heard.files if file and file.seconds_left is not None]
+    assert left
+    assert all(-60 < seconds < 60 for seconds in left)
+
+
 def test_a_run_that_ends_in_an_error_says_nothing_more(tmp_path: Path, grids: Any) -> None:
     with pytest.raises(RunAbortedError):
         run_local(tmp_path, grids(SecondFails), strategy="fedavg", **TRIO, faults__min_clients=3)
