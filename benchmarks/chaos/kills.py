@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.children import Ended, end_of, kill, leftovers, run, start
+from benchmarks.chaos.children import Child, Ended, end_of, kill, leftovers, run, start
 from benchmarks.chaos.notebook import note, noted
 from benchmarks.chaos.systems import dataset_in, differing, results, settings_of, words_for, words_to_resume
 from piecework.server_app.records import RunDir
+from piecework.server_app.run_lock import LOCK_FILE
 
 EXACT = ("local", "ray")  # engines on which a run is the same to the bit, wherever it was broken off
 
@@ -76,30 +77,67 @@ def length_on(folder: Path, engine: str, local: Length) -> Length:
 
 
 def kill_run(folder: Path, engine: str, system: str, draw: random.Random, kills: tuple[int, int]) -> dict[str, Any]:
-    """Run a system, kill it at random moments, resume it to its end, and return what came of it."""
+    """Run a system, kill it at random moments, resume it to its end, and return what came of it.
+
+    A run that ended before it was killed as often as was drawn is killed less often; one that was not killed is repeated.
+    """
     expected, local = unbroken(folder, engine, system)
-    length, name = length_on(folder, engine, local), f"{system}-{engine}"
-    values, began = settings_of(system, engine, dataset_in(folder)), time.monotonic()
-    shutil.rmtree(folder / name, ignore_errors=True)
-    killed, left, wanted, ended = list[dict[str, Any]](), list[str](), draw.randint(*kills), None
-    with tempfile.TemporaryDirectory(prefix="c-") as temporary:  # a short name, for Ray's sockets
-        for attempt in range(wanted + 1):
-            words = next_words(folder / name, words_for(values, folder, name), draw)
-            child = start(words, folder / f"{name}-{attempt}.txt", {"TMPDIR": temporary, "RAY_TMPDIR": temporary})
-            after = moment(draw, length, folder / name, expected) if attempt < wanted else 0.0
-            if (ended := end_of(child, child.started + after if after else 0.0)) is None:
-                everything = draw.random() < 0.5
-                kill(child, everything=everything)
-                killed.append({"after": round(after, 3), "group": everything, **progress(folder / name)})
-                end_of(child)
-            left += leftovers(child, Path(temporary))
-            if ended is not None and (ended.code or attempt == wanted):
-                break
-    assert ended is not None
-    found = judge(folder / name, ended, expected, len(expected["records"]))
+    length, run_dir = length_on(folder, engine, local), folder / f"{system}-{engine}"
+    begin = words_for(settings_of(system, engine, dataset_in(folder)), folder, run_dir.name)
+    began, killed, left = time.monotonic(), list[dict[str, Any]](), list[str]()
+    while not killed:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        ended, wanted = None, draw.randint(*kills)
+        while ended is None:
+            with tempfile.TemporaryDirectory(prefix="c-") as temporary:  # a short name, for Ray's sockets
+                after = Moment.draw(draw, length, run_dir, expected) if len(killed) < wanted else None
+                words, environment = next_words(run_dir, begin, draw), {"TMPDIR": temporary, "RAY_TMPDIR": temporary}
+                child = start(words, run_dir.with_suffix(f".{len(killed)}.txt"), environment)
+                if (ended := after.wait(child, run_dir) if after else end_of(child)) is None:
+                    everything = draw.random() < 0.5
+                    kill(child, everything=everything)
+                    killed.append({"after": after and after.text, "group": everything, **progress(run_dir)})
+                    end_of(child)
+                left += leftovers(child, Path(temporary))
+    found = judge(run_dir, ended, expected, len(expected["records"]))
     if not found["faults"] and not found["differs"]:
-        shutil.rmtree(folder / name)
+        shutil.rmtree(run_dir)
     return {"kills": killed, "left": sorted(set(left)), "seconds": round(time.monotonic() - began, 1), **found}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a process is killed: so many seconds after its start, or after it began to write the run (`writing`).
+
+    `before` is what stood in the lock of the run when it was started.
+    """
+
+    seconds: float
+    writing: bool
+    before: str
+
+    @classmethod
+    def draw(cls, draw: random.Random, length: Length, run_dir: Path, expected: dict[str, Any]) -> "Moment":
+        """Draw a moment: one in four while it starts, else one of what is left of the rounds."""
+        lock, left = run_dir / LOCK_FILE, 1 - RunDir(run_dir).last_complete_round() / len(expected["records"])
+        before = lock.read_text("utf-8") if lock.is_file() else ""
+        if draw.random() < 0.25:
+            return cls(max(0.001, draw.random() * length.start), False, before)
+        return cls(draw.random() * (length.whole - length.start) * left, True, before)
+
+    @property
+    def text(self) -> str:
+        """The moment in words."""
+        return f"{self.seconds:.3f} s after it began {'to write' if self.writing else ''}".rstrip()
+
+    def wait(self, child: Child, run_dir: Path) -> Ended | None:
+        """Wait for the moment; returns how the process ended if it ended before, else None."""
+        lock = run_dir / LOCK_FILE
+        while self.writing and not (lock.is_file() and lock.read_text("utf-8") not in ("", self.before)):
+            if (ended := end_of(child, time.monotonic() + 0.005)) is not None:
+                return ended
+        since = time.monotonic() if self.writing else child.started
+        return end_of(child, since + self.seconds)
 
 
 def next_words(run_dir: Path, begin: list[str], draw: random.Random) -> list[str]:
@@ -108,12 +146,6 @@ def next_words(run_dir: Path, begin: list[str], draw: random.Random) -> list[str
     if found.checkpoint_paths() or (found.has_begun() and draw.random() < 0.5):
         return words_to_resume(run_dir)
     return begin
-
-
-def moment(draw: random.Random, length: Length, run_dir: Path, expected: dict[str, Any]) -> float:
-    """Return after how many seconds to kill: at any moment from the start to the expected end of what is left."""
-    done = RunDir(run_dir).last_complete_round() / len(expected["records"])
-    return max(0.001, draw.random() * (length.start + (length.whole - length.start) * (1 - done)))
 
 
 def progress(run_dir: Path) -> dict[str, int]:

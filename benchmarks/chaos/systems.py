@@ -64,10 +64,10 @@ def results(folder: Path, ignore: tuple[str, ...] = NOTES) -> dict[str, Any]:
     Of the records, that is all but times, resident memory, bytes, which depend on the length of paths, and notes.
     """
     run = RunDir(folder)
-    stores = sorted(path for path in run.path.glob("clients/*/*/state/*/*") if path.suffix != ".json")
+    stores = sorted(path for path in run.path.glob("clients/*/*/state/*/**/*") if path.is_file())
     return {
         "model": digest(run.path / "model.safetensors"),
-        "states": {"/".join(path.parts[-4:]): sha(path) for path in stores},
+        "states": {"/".join(path.relative_to(run.path).parts[2:]): sha(path) for path in stores},
         "records": [_plain(record, UNLIKE + ignore) for record in run.rounds()],
     }
 
