@@ -62,6 +62,7 @@ def start(
 ) -> Child:
     """Start `piecework ARGUMENTS`; `prepare` is called in the new process before."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    said.write_bytes(b"")  # it may be killed before it opens it
     sys.stdout.flush()
     sys.stderr.flush()
     began = time.monotonic()
