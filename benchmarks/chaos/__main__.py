@@ -13,6 +13,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.chaos.children import warm_up
+from benchmarks.chaos.damage import damage_runs
 from benchmarks.chaos.kills import kill_runs
 from piecework.training.methods import METHODS
 
@@ -20,18 +21,22 @@ from piecework.training.methods import METHODS
 def main() -> None:
     """Do what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills"])
+    parser.add_argument("what", choices=["kills", "damage"])
     parser.add_argument("--folder", type=Path, required=True, help="of the runs and of what came of them")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default=",".join(METHODS), help="systems, separated by commas")
+    parser.add_argument("--only", default="", help="systems, or words in the kinds of files, separated by commas")
     parser.add_argument("--engine", default="local", choices=["local", "ray", "deployment"])
     parser.add_argument("--runs", type=int, default=1, help="runs that are killed, of each system")
+    parser.add_argument("--trials", type=int, default=2, help="of each kind of file in each way that it is damaged")
     parser.add_argument("--kills", default="2,4", help="the least and the most times that a run is killed")
     options = parser.parse_args()
     warm_up()
-    least, most = map(int, options.kills.split(","))
-    folder, systems = options.folder.resolve(), options.only.split(",")
-    kill_runs(folder, options.engine, systems, options.runs, options.seed, (least, most))
+    folder, only = options.folder.resolve(), [word for word in options.only.split(",") if word]
+    if options.what == "kills":
+        least, most = map(int, options.kills.split(","))
+        kill_runs(folder, options.engine, only or list(METHODS), options.runs, options.seed, (least, most))
+    if options.what == "damage":
+        damage_runs(folder, options.seed, options.trials, only)
 
 
 if __name__ == "__main__":
