@@ -29,6 +29,7 @@ from piecework.device_profiles.user_cache import NO_CACHE, traces_file
 
 LOG = logging.getLogger("piecework")
 MOST = 20_000  # results, of about 500 bytes each
+DIGITS = 16  # of the checksum before each result
 PATIENCE = 10.0  # seconds that a process waits for others that write
 # The packages of Piecework whose code decides what a trace finds.
 TRACED = ("client_app", "device_profiles", "models", "planning", "strategies", "training")
@@ -50,15 +51,24 @@ def recall(trace: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     if key is None:
         return trace(*args, **kwargs)
     adapter, path = _adapter(trace), traces_file()
-    if (text := _read(path, key)) is not None:
+    if (kept := _read(path, key)) is not None:
+        text = kept[DIGITS:]
         try:
-            found: T = adapter.validate_json(text)
-            return found
+            if kept[:DIGITS] == _checksum(key, text):
+                found: T = adapter.validate_json(text)
+                return found
+            _say_damaged(path)
         except ValidationError:
             _say_damaged(path)
     found = trace(*args, **kwargs)
-    _write(path, key, adapter.dump_json(found).decode())
+    text = adapter.dump_json(found).decode()
+    _write(path, key, _checksum(key, text) + text)
     return found
+
+
+def _checksum(key: str, text: str) -> str:
+    """Return the checksum that stands before a result: SQLite does not notice that a byte of it has changed."""
+    return sha256(f"{key}{text}".encode()).hexdigest()[:DIGITS]
 
 
 def _key(trace: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from piecework.models.cascade import Blueprint, isolate_rng, parameter_names
 from piecework.models.imported.source import is_imported, own_name
+from piecework.models.model_file import ModelFileError, require_sound
 from piecework.models.torchvision_names import NAMED, torchvision_name_map
 
 SHOWN = 6
@@ -69,8 +70,11 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ValueError(f"training.init-weights = {path}: there is no such file")
     try:
+        require_sound(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+    except ModelFileError as error:
+        raise ValueError(f"training.init-weights = {error}") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"training.init-weights = {path} cannot be read as safetensors: {error}. Pickles (.pt, .pth) are not read: "

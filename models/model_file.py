@@ -1,9 +1,15 @@
-"""The description in the file of a trained model: what it may hold, checked before anything is built from it."""
+"""The description in the file of a trained model: what it may hold, checked before anything is built from it.
 
+The file's metadata are the description and a checksum of it and of all arrays. A file of an earlier version has none.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 
@@ -12,6 +18,7 @@ from piecework.models.imported.objects import is_object
 from piecework.models.imported.source import is_imported, is_loaded, is_own
 from piecework.models.zoo import known_models
 
+DESCRIPTION, CHECKSUM = "piecework", "sha256"  # keys of the metadata
 FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
 LARGEST_EXAMPLE, MOST_CLASSES = 10**8, 10**6  # values of an example, classes
 
@@ -79,7 +86,7 @@ def description(file: Path) -> dict[str, Any]:
     """Return the metadata of a trained model's file, which are a table and no more than that. Raises ModelFileError."""
     try:
         with safe_open(file, framework="np") as arrays:
-            described = read_json((arrays.metadata() or {})["piecework"])
+            described = read_json((arrays.metadata() or {})[DESCRIPTION])
     except KeyError:
         raise ModelFileError(f"{file} cannot be read: it has no description, as Piecework's models have") from None
     except (OSError, SafetensorError, ValueError) as error:
@@ -87,6 +94,38 @@ def description(file: Path) -> dict[str, Any]:
     if not isinstance(described, dict):
         raise ModelFileError(f"{file} cannot be read: its description is {abbreviate(described)}, not a table")
     return described
+
+
+def metadata_of(described: str, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Return the metadata of a file with these arrays, from its description as JSON."""
+    return {DESCRIPTION: described, CHECKSUM: _digest(described, arrays.items())}
+
+
+def require_sound(file: Path) -> None:
+    """Raise ModelFileError if a file does not match its checksum. One array is in memory at a time."""
+    try:
+        with safe_open(file, framework="np") as arrays:
+            metadata = arrays.metadata() or {}
+            if (expected := metadata.get(CHECKSUM)) is None:
+                return
+            held = ((name, arrays.get_tensor(name)) for name in sorted(arrays.keys()))
+            found = _digest(metadata.get(DESCRIPTION, ""), held)
+    except (OSError, SafetensorError, TypeError) as error:  # TypeError: of a type that numpy does not have
+        raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    if found != expected:
+        raise ModelFileError(
+            f"{file} is damaged: it does not match its checksum. (Who changes the arrays on purpose leaves the key "
+            f"{CHECKSUM!r} out of the file's metadata.)"
+        )
+
+
+def _digest(described: str, arrays: Iterable[tuple[str, np.ndarray]]) -> str:
+    """Return the sha256 hex digest of a description, and of arrays in the order of their names."""
+    digest = hashlib.sha256(described.encode())
+    for name, array in sorted(arrays, key=lambda entry: entry[0]):
+        digest.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def require_loadable(described: dict[str, Any], file: Path) -> None:

@@ -20,7 +20,7 @@ from piecework.device_profiles.documents import abbreviate
 from piecework.models.cascade import Blueprint, Cascade, isolate_rng
 from piecework.models.depth_exits import ExitCascade
 from piecework.models.dual_norm import begin_adversarial, use
-from piecework.models.model_file import ModelFileError, description, find_file, require_loadable
+from piecework.models.model_file import ModelFileError, description, find_file, require_loadable, require_sound
 from piecework.models.resizing import resize
 from piecework.models.variant import Variant, vary
 from piecework.models.zoo import build_blueprint
@@ -182,6 +182,7 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
     file = find_file(path)
     described = description(file)
     require_loadable(described, file)
+    require_sound(file)
     try:
         whole = network_of(described)
         atoms: Sequence[int] = described["atoms"]

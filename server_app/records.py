@@ -1,8 +1,8 @@
 """The folder of a run: settings, one JSON object per round, checkpoints, and the model.
 
-`rounds.jsonl` is the source of truth for everything that is reported. A checkpoint is written under a temporary name, synced
-and renamed, so a process that is killed at any moment leaves the previous checkpoint intact. Checkpoints have a schema version
-and a manifest with the checksum of each of their files. No file is a pickle.
+`rounds.jsonl` is the source of truth for everything that is reported; each of its lines ends with a checksum. A checkpoint is
+written under a temporary name, synced and renamed, so a process that is killed at any moment leaves the previous checkpoint
+intact. Checkpoints have a schema version and a manifest with the checksum of each of their files. No file is a pickle.
 """
 
 import json
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import tomli_w
@@ -22,10 +23,12 @@ from safetensors.numpy import save_file
 from piecework.client_app.disk import StorageError, sync, write_atomically, writing
 from piecework.client_app.seal import MANIFEST, damage, seal
 from piecework.device_profiles.documents import read_json, read_toml
+from piecework.models.model_file import metadata_of
 from piecework.server_app.packages import FILE, describe_plugins
 from piecework.training.settings import Scalar, Settings
 from piecework.training.settings.table import flat, nest
 
+CHECKSUM = "crc32"  # key of a record
 SCHEMA = 3  # version of the checkpoint format; 2 has norms of updates by unit, 3 a manifest
 STATES = "callbacks.json"  # the states of callbacks when the run began
 PRIVATE = 0o600  # of a file that holds the secret of a private run: who has it can take the noise away
@@ -83,7 +86,7 @@ class RunDir:
     def append_round(self, record: Mapping[str, object]) -> None:
         """Append a round's record and sync it, so that it is on disk before the round's checkpoint."""
         with writing(self.rounds_file, self._then), self.rounds_file.open("ab") as file:
-            file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            file.write(line_of(record))
             file.flush()
             os.fsync(file.fileno())
 
@@ -115,7 +118,7 @@ class RunDir:
     def forget_after(self, server_round: int) -> None:
         """Delete the records of rounds that a resumed run will repeat, and all records from the first damaged line on."""
         kept = [r for r in self.readable_rounds()[0] if r["round"] <= server_round]
-        self._write(self.rounds_file.name, "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept))
+        self._write(self.rounds_file.name, b"".join(map(line_of, kept)).decode())
 
     def save_checkpoint(self, arrays: ArrayRecord, values: Mapping[str, Any], kept: ArrayRecord | None = None) -> None:
         """Write `checkpoint/round-NNNNN/`, and delete all checkpoints but the first and the newest two.
@@ -161,10 +164,11 @@ class RunDir:
         return max(map(round_of, self.checkpoint_paths()), default=0)
 
     def save_model(self, arrays: ArrayRecord, description: Mapping[str, object]) -> None:
-        """Write `model.safetensors`. Its metadata is `description`, from which the model can be built again."""
+        """Write `model.safetensors`. Its metadata are `description`, from which the model is built again, and a checksum."""
         temporary, final = self.path / "model.tmp", self.path / "model.safetensors"
         with writing(final, self._then):
-            save_file(dict(numpy_arrays(arrays)), temporary, metadata={"piecework": json.dumps(description)})
+            held = dict(numpy_arrays(arrays))
+            save_file(held, temporary, metadata=metadata_of(json.dumps(description), held))
             sync(temporary)
             temporary.replace(final)
 
@@ -232,9 +236,23 @@ def round_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("round-"))
 
 
+def line_of(record: Mapping[str, object]) -> bytes:
+    """Return the line of a record in rounds.jsonl. Its last key is a checksum of what stands before."""
+    content = json.dumps(record, separators=(",", ":")).encode()[:-1]
+    return content + f',"{CHECKSUM}":"{crc32(content):08x}"}}\n'.encode()
+
+
 def parse_round(line: bytes, before: int) -> dict[str, Any]:
-    """Return the record in a line of rounds.jsonl that follows that of round `before`. Raises ValueError."""
+    """Return the record in a line of rounds.jsonl that follows that of round `before`, without its checksum.
+
+    A line of an earlier version has none. Raises ValueError.
+    """
+    content, found, _ = line.rpartition(f',"{CHECKSUM}":"'.encode())
+    if found and line != content + f',"{CHECKSUM}":"{crc32(content):08x}"}}'.encode():
+        raise ValueError("it does not match its checksum")
     record = read_json(line)
+    if isinstance(record, dict):
+        record.pop(CHECKSUM, None)
     if not isinstance(record, dict) or not isinstance(record.get("round"), int):
         raise ValueError(f"not the record of a round: {line[:60]!r}")
     if record["round"] <= before:

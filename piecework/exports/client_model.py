@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.numpy import load_file, save_file
 
 from piecework.client_app.seal import damage
-from piecework.models.model_file import ModelFileError, description, find_file
+from piecework.models.model_file import ModelFileError, description, find_file, metadata_of
 from piecework.training.settings import Settings
 
 
@@ -30,7 +30,7 @@ def client_model(run: Path, client: int) -> Iterator[Path]:
     own = {key: value for key, value in described.items() if key != "personal"}
     with TemporaryDirectory(prefix="piecework-") as folder:
         made = Path(folder) / "model.safetensors"
-        save_file(arrays, made, metadata={"piecework": json.dumps(own)})
+        save_file(arrays, made, metadata=metadata_of(json.dumps(own), arrays))
         yield made
 
 

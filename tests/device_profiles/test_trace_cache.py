@@ -228,7 +228,7 @@ def test_a_loss_of_ones_own_is_traced_each_time(traced: list[str], own_file: Pat
     assert not own_file.exists()
 
 
-@pytest.mark.parametrize("damage", ["the file", "a result", "its kind"])
+@pytest.mark.parametrize("damage", ["the file", "a result", "its kind", "a digit"])
 def test_what_is_damaged_is_traced_and_written_again_with_one_warning(
     damage: str, own_file: Path, traced: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -236,6 +236,9 @@ def test_what_is_damaged_is_traced_and_written_again_with_one_warning(
     cost = recall(piece_cost, *arguments)
     if damage == "the file":
         own_file.write_bytes(b"not a database, but long enough to be taken for one" * 100)
+    elif damage == "a digit":
+        with sqlite3.connect(own_file) as file:
+            file.execute("UPDATE traces SET result = replace(result, ?, ?)", (str(cost.flops), str(cost.flops + 1)))
     else:
         result = {"a result": '{"peak_bytes":', "its kind": json.dumps({"peak_bytes": "many", "flops": 1})}[damage]
         with sqlite3.connect(own_file) as file:

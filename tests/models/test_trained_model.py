@@ -1,6 +1,7 @@
 """A trained model's file needs nothing beside it, and the module scales its inputs itself."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import TRIO, digits, fleet_json, run_local
+from helpers import TRIO, a_blueprint, digits, fleet_json, run_local
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import piecework
+from piecework.models.init_weights import read_pretrained
 from piecework.models.model_file import ModelFileError, description
 from piecework.models.trained_model import TrainedModel
 from piecework.server_app.records import RunDir
@@ -294,6 +296,21 @@ def test_an_array_of_another_kind_is_named(run: RunDir, tmp_path: Path) -> None:
     )
     with pytest.raises(ModelFileError, match=rf"array {name} is torch.int8, but the model's is torch.float32"):
         piecework.load(file)
+
+
+@pytest.mark.parametrize("where", ["weights", "scale"])
+def test_a_byte_that_was_changed_on_the_disk_is_noticed(run: RunDir, tmp_path: Path, where: str) -> None:
+    """Of a weight, and of the description: both would only predict something else. So would another run's first weights."""
+    file = Path(shutil.copy(run.path / "model.safetensors", tmp_path))
+    content = bytearray(file.read_bytes())
+    place = len(content) - 2 if where == "weights" else content.index(b"0.", content.index(b"mean")) + 3
+    content[place] = ord("7") if content[place] != ord("7") else ord("6")
+    file.write_bytes(content)
+    says = f"{file} is damaged: it does not match its checksum"
+    with pytest.raises(ModelFileError, match=re.escape(says)):
+        piecework.load(file)
+    with pytest.raises(ValueError, match=re.escape(f"training.init-weights = {says}")):
+        read_pretrained(file, a_blueprint())
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

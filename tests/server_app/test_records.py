@@ -205,8 +205,24 @@ def test_round_records(run: RunDir) -> None:
     assert run.rounds() == []
     for server_round in (1, 2, 3):
         run.append_round({"round": server_round, "clients": []})
-    assert run.rounds_file.read_text() == "".join(f'{{"round":{r},"clients":[]}}\n' for r in (1, 2, 3))
-    assert [record["round"] for record in run.rounds()] == [1, 2, 3]
+    lines = run.rounds_file.read_text().splitlines()
+    assert [json.loads(line).keys() for line in lines] == [{"round": 0, "clients": 0, "crc32": 0}.keys()] * 3
+    assert run.rounds() == [{"round": r, "clients": []} for r in (1, 2, 3)]
+
+
+def test_a_figure_that_was_changed_on_the_disk_is_noticed(run: RunDir) -> None:
+    """As by a damaged block, whose line may be JSON still. A line of an earlier version has no checksum."""
+    run.rounds_file.write_bytes(b'{"round":1,"accuracy":0.5}\n')
+    for server_round in (2, 3):
+        run.append_round({"round": server_round, "accuracy": 0.75})
+    assert [record["accuracy"] for record in run.rounds()] == [0.5, 0.75, 0.75]
+    sound = run.rounds_file.read_bytes()
+    run.rounds_file.write_bytes(sound.replace(b'3,"accuracy":0.75', b'3,"accuracy":0.95'))
+    with pytest.raises(CheckpointError, match=r"rounds\.jsonl, line 3, is damaged: it does not match its checksum"):
+        run.rounds()
+    run.forget_after(2)
+    assert run.rounds_file.read_bytes().splitlines()[1] == sound.splitlines()[1]
+    assert [record["accuracy"] for record in run.rounds()] == [0.5, 0.75]
 
 
 def test_a_half_written_last_line_is_no_record(run: RunDir) -> None:
