@@ -28,7 +28,7 @@ from piecework.server_app.packages import FILE, describe_plugins
 from piecework.training.settings import Scalar, Settings
 from piecework.training.settings.table import flat, nest
 
-CHECKSUM = "crc32"  # key of a record
+CHECKSUM = "crc32"  # key of a record, and in the first line of the settings
 SCHEMA = 3  # version of the checkpoint format; 2 has norms of updates by unit, 3 a manifest
 STATES = "callbacks.json"  # the states of callbacks when the run began
 PRIVATE = 0o600  # of a file that holds the secret of a private run: who has it can take the noise away
@@ -63,7 +63,8 @@ class RunDir:
     def create(self, settings: Settings) -> None:
         """Create the folder, and write the settings and which packages' plugins they name."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / "settings.toml", tomli_w.dumps(nest(settings.to_run_config())).encode())
+        content = tomli_w.dumps(nest(settings.to_run_config())).encode()
+        write_atomically(self.path / "settings.toml", _first_line(content) + content)
         if plugins := describe_plugins(settings):
             self._write(FILE, json.dumps(plugins, indent=2))
         else:
@@ -77,9 +78,21 @@ class RunDir:
         return (self.path / "settings.toml").is_file()
 
     def settings(self) -> dict[str, Scalar]:
-        """Return the settings that the run was started with, by key. Raises CheckpointError."""
+        """Return the settings that the run was started with, by key. Raises CheckpointError.
+
+        A file of an earlier version has no checksum.
+        """
         try:
-            return flat(read_toml((self.path / "settings.toml").read_text(encoding="utf-8")))
+            content = (self.path / "settings.toml").read_bytes()
+            first, _, rest = content.partition(b"\n")
+            if first.startswith(b"#") and first + b"\n" != _first_line(rest):
+                raise ValueError(
+                    "settings.toml is damaged: it does not match the checksum in its first line. (Who changes it on purpose "
+                    "removes that line.)"
+                )
+            if not content.strip():
+                raise ValueError("settings.toml is damaged: it is empty")
+            return flat(read_toml(content.decode()))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} is not the folder of a run: {error}") from error
 
@@ -234,6 +247,11 @@ class RunDir:
 def round_of(checkpoint: Path) -> int:
     """Return the round of a checkpoint, from the name of its folder."""
     return int(checkpoint.name.removeprefix("round-"))
+
+
+def _first_line(settings: bytes) -> bytes:
+    """Return the comment with the checksum of settings as TOML, which stands before them."""
+    return f"# {CHECKSUM} of all other lines: {crc32(settings):08x}\n".encode()
 
 
 def line_of(record: Mapping[str, object]) -> bytes:

@@ -258,6 +258,16 @@ def test_forget_takes_records_and_checkpoints(run: RunDir) -> None:
 
 def test_settings_of_a_run(run: RunDir) -> None:
     assert run.settings() == tiny_settings().to_run_config()
+    sound = (run.path / "settings.toml").read_text()
+    for damaged in (sound.replace("lr = 0.05", "lr = 0.07"), sound[:-10], sound.replace("crc32", "crc23")):
+        (run.path / "settings.toml").write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"settings\.toml is damaged: it does not match the checksum"):
+            run.settings()
+    (run.path / "settings.toml").write_text(sound.partition("\n")[2])  # as an earlier version wrote it
+    assert run.settings() == tiny_settings().to_run_config()
+    (run.path / "settings.toml").write_text("")
+    with pytest.raises(CheckpointError, match=r"settings\.toml is damaged: it is empty"):
+        run.settings()
     (run.path / "settings.toml").write_text("lr = ")
     with pytest.raises(CheckpointError, match="is not the folder of a run"):
         run.settings()
