@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="of the runs and of what came of them")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="systems, or words in the kinds of files, separated by commas")
-    parser.add_argument("--engine", default="local", choices=["local", "ray", "deployment"])
+    parser.add_argument("--engine", default="local", choices=["local", "ray", "deployment", "superlink"])
     parser.add_argument("--runs", type=int, default=1, help="runs that are killed, of each system")
     parser.add_argument("--trials", type=int, default=2, help="of each kind of file in each way that it is damaged")
     parser.add_argument("--kills", default="2,4", help="the least and the most times that a run is killed")

@@ -32,9 +32,10 @@ def settings_of(system: str, engine: str, dataset: Path) -> dict[str, Any]:
     """Return the settings of a system's run on an engine."""
     own = {key: value for key, value in OWN.get(system, {}).items() if key != "num-rounds"}
     values = SHORT | {"strategy": system} | NEEDED.get(system, {}) | own
-    values |= REAL if engine == "deployment" else {}
+    real = engine in ("deployment", "superlink")
+    values |= REAL if real else {}
     values |= STEPS.get(system, {})
-    return values | {"engine": engine, "dataset": f"npz:{dataset}"}
+    return values | {"engine": "deployment" if real else engine, "dataset": f"npz:{dataset}"}
 
 
 def words_for(values: Mapping[str, Any], output: Path, name: str) -> list[str]:

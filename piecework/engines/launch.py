@@ -7,8 +7,8 @@ that answers, freeze its environment, reinstall dependencies, and return 0 for a
 import logging
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -159,15 +159,22 @@ def run_ray(settings: Settings, run_dir: RunDir, on_round: OnRound, cluster: Ray
 
 
 def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> None:
-    """Run real processes on this machine: SuperLink with a database, SuperExec, a SuperNode per client, and their executor."""
+    """Run real processes on this machine."""
+    with federation(settings.clients) as home:
+        follow(home, settings, run_dir, on_round)
+
+
+@contextmanager
+def federation(clients: int) -> Iterator[FlowerHome]:
+    """Run a SuperLink with a database, a SuperExec, a SuperNode per client, and their executor in the body."""
     with ExitStack() as stack:
         home = stack.enter_context(flower_home())
         database = str(home.path / "state.db")
         stack.enter_context(superlink(home, "--isolation", "process", "--database", database))
         stack.enter_context(process(home, "superexec", "flower-superexec", *executor(home.port)))
-        ports = free_ports(settings.clients)
+        ports = free_ports(clients)
         for client, port in enumerate(ports):
-            node_config = f"partition-id={client} num-partitions={settings.clients}"
+            node_config = f"partition-id={client} num-partitions={clients}"
             arguments = ["--insecure", "--isolation", "process", "--superlink", f"127.0.0.1:{home.port}"]
             arguments += ["--host", "127.0.0.1", "--port", str(port), "--node-config", node_config]
             stack.enter_context(process(home, f"supernode-{client}", *for_own_user("flower-supernode"), *arguments))
@@ -175,7 +182,7 @@ def run_deployment(settings: Settings, run_dir: RunDir, on_round: OnRound) -> No
             wait_until_healthy(home, f"supernode-{client}", port)
         for name, command in client_executors(ports).items():
             stack.enter_context(process(home, name, *command))
-        follow(home, settings, run_dir, on_round)
+        yield home
 
 
 def run_there(settings: Settings, run_dir: RunDir, on_round: OnRound, connection: Connection) -> None:
