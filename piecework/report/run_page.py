@@ -127,7 +127,8 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
         found += robust_curves(rounds, settings)
     else:
         where = "the clients' own parts of the test data" if rounds[-1].get("personal") else "the central test data"
-        caption = f"On {where}; training loss: mean of the clients."
+        told = any(r["train_loss"] is not None for r in rounds)  # not in a private run
+        caption = f"On {where}{'; training loss: mean of the clients' if told else ''}."
         found.append(Section("Accuracy and loss", caption, partial(draw_curves, rounds)))
     panels = [*privacy_panels(rounds), *panels_of(str(settings["strategy"]), rounds, settings)]
     found += [section(panel, rounds) for panel in panels]
