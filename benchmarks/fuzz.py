@@ -19,7 +19,7 @@ from benchmarks.fuzz_files import KINDS, Reader, World
 from benchmarks.fuzz_messages import Client, Watch
 from piecework.training.methods import METHODS
 
-MOST_GROWN = 8e6  # bytes of a process, after the first fifth of what one system or reader got
+MOST_GROWN = 16e6  # bytes of a process, after the first fifth of what one system or reader got
 
 
 def fuzz_messages(systems: list[str], messages: int, seed: int) -> list[str]:

@@ -73,6 +73,7 @@ CLEAR = (  # what an error may begin with: each is this project's own, or Flower
     "ValueError: unknown strategy ",
     "ValueError: the task is of strategy ",
     "ValueError: strategy ",
+    "FileNotFoundError: the client's store has no ",
     "ValueError: No query function registered with name ",
 )
 MESSAGES = (
@@ -137,7 +138,7 @@ class Watch:
 
     def _within(self, path: str) -> bool:
         # a path that is relative to an open folder has no slash, and is seen where that folder was opened
-        return path.startswith((self.folder, "/proc/", "/dev/")) or "/" not in path
+        return path.startswith((self.folder, "/proc/self/", "/dev/null")) or "/" not in path
 
 
 def spoil_record(record: Any, drawn: Random) -> None:
@@ -193,7 +194,7 @@ def spoil_arrays(content: RecordDict, drawn: Random, *, packed: bool) -> None:
         arrays = unpack(content.array_records["arrays"])
         change_arrays(arrays, drawn.randrange(100), drawn.choice(SPOILT))
         content["arrays"] = pack(arrays.items())
-    except (KeyError, TypeError, ValueError, OverflowError, ArithmeticError, IndexError, StopIteration):
+    except (KeyError, TypeError, ValueError, ArithmeticError, IndexError, StopIteration, RecursionError):
         return
 
 

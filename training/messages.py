@@ -36,7 +36,7 @@ class Task:
     """A server's request to a client in a round."""
 
     experiment_id: Name
-    round: Round
+    round: Annotated[int, Field(strict=True, ge=1, lt=2**31)]  # a state of round 0 would pass for none
     state_round: Round  # the newest round whose client state may be used
     strategy: Annotated[str, Strict]
     budget: Annotated[

@@ -26,7 +26,7 @@ TASK = Task("abc", 2, 1, "fedavg", 10**9, 10**6, 0.1, "/somewhere")
     ("field", "value", "says"),
     [
         ("round", "2", "the task cannot be used: round is '2': it must be a valid integer"),
-        ("round", -1, "round is -1: it must be greater than or equal to 0"),
+        ("round", 0, "round is 0: it must be greater than or equal to 1"),
         ("lr", float("nan"), "lr is nan: it must be a finite number"),
         ("budget", -(2**63), "budget is -9223372036854775808: it must be greater than or equal to 0"),
         ("budget", None, "budget is missing"),
