@@ -58,14 +58,16 @@ def sync(path: Path) -> None:
 
 
 def what_to_free(folder: Path, error: Exception) -> str:
-    """Return how much is free in a folder, and what can be deleted, if an error says that its disk is full; else nothing.
+    """Return how much is free in a folder, and what can be deleted, if an error says that its disk is full; else nothing."""
+    return f"{shutil.disk_usage(folder).free:,} bytes are free there. {WHAT_TO_FREE}" if is_full(error) else ""
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error, or what it was raised from, says that a disk is full.
 
     What writes safetensors raises no OSError, but names the system's error number in its text.
     """
-    if isinstance(error, OSError):
-        code = error.errno
-    elif isinstance(error, SafetensorError):
+    code = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, SafetensorError):
         code = int(next(iter(re.findall(r"os error (\d+)", str(error))), 0))
-    else:
-        return ""
-    return f"{shutil.disk_usage(folder).free:,} bytes are free there. {WHAT_TO_FREE}" if code in FULL else ""
+    return code in FULL or (error.__cause__ is not None and is_full(error.__cause__))

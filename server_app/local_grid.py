@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from flwr.app import Context, Error, Message, RecordDict
 
-from piecework.client_app.disk import StorageError
+from piecework.client_app.disk import is_full
 from piecework.device_profiles.plugins import refuse_exit
 from piecework.device_profiles.profile import usable_cpus
 from piecework.federation.errors import RunAbortedError
@@ -75,7 +75,7 @@ def reply_to(message: Message, run_config: Mapping[str, Any], clients: int, node
             return app(message, context)
     except Exception as error:
         # where a disk is full, the message says all that there is to know
-        LOG.error("client %d failed:\n%s", client, error if isinstance(error, StorageError) else traceback.format_exc())
+        LOG.error("client %d failed:\n%s", client, error if is_full(error) else traceback.format_exc())
         return Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
 
 

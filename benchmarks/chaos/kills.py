@@ -146,7 +146,12 @@ class Moment:
             return cls(max(0.001, draw.random() * length.start * START.get(engine, 1.0)), engine == "superlink", before)
         if engine == "local":
             return cls(draw.random() * rounds * (1 - done / length.rounds), True, before)
-        return cls(draw.random() * rounds / length.rounds, True, before, draw.randint(done, length.rounds - 1))
+        return cls(
+            draw.random() * rounds / length.rounds,
+            True,
+            before,
+            draw.randint(min(done, length.rounds - 1), length.rounds - 1),
+        )
 
     @property
     def text(self) -> str:
