@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.chaos.broken import said_by
 from benchmarks.chaos.children import run
 from benchmarks.chaos.notebook import note, noted
-from benchmarks.chaos.systems import dataset_in, differing, results, settings_of, words_for
+from benchmarks.chaos.systems import STEPS, dataset_in, differing, results, settings_of, words_for
 from piecework.server_app.records import RunDir
 
 HOURS = (-48.0, -3.0, 3.0, 48.0)
@@ -36,7 +36,8 @@ def jumping_clocks(folder: Path, seed: int, trials: int, systems: list[str]) -> 
     """Run systems under clocks that jump, and note what came of it."""
     folder.mkdir(parents=True, exist_ok=True)
     for system in systems:
-        values, expected = settings_of(system, "local", dataset_in(folder)) | SHORT, None
+        values = settings_of(system, "local", dataset_in(folder)) | SHORT | STEPS.get(system, {})
+        expected: dict[str, Any] | str | None = None
         for number in range(1, trials + 1):
             if noted(folder, kind="clock", system=system, number=number, seed=seed):
                 continue
