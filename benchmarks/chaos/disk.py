@@ -161,9 +161,17 @@ def after_space(folder: Path, run_dir: Path, ended: Ended, begin: list[str], exp
         again = words_to_resume(run_dir) if found.checkpoint_paths() else begin
         if (resumed := run(again, folder / "again.txt")).code:
             return f"FAULT: not resumed: {said_by(resumed)[-300:]}"
-    if differs := differing(expected, results(run_dir)):
+    if (differs := differing(expected, results(run_dir))) and (told := without_room(run_dir)):
+        return f"went on without {told} whose disk was full, as the records say"
+    if differs:
         return f"FAULT: {', '.join(differs)} differ"
     return "ended, named, resumed to the same" if ended.code else "went on to the same"
+
+
+def without_room(run_dir: Path) -> str:
+    """Return which clients' tasks failed for want of room, as the records of a run have it; empty if none did."""
+    clients = [client for record in RunDir(run_dir).rounds() for client in record["clients"]]
+    return "clients" if any("No space left" in client["reason"] for client in clients) else ""
 
 
 def what_was_said(ended: Ended) -> str:
