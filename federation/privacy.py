@@ -17,10 +17,10 @@ The coins and the noise come from a secret of the run, which a checkpoint holds,
 
 import logging
 import secrets
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -176,9 +176,8 @@ class Privacy:
 
     def generator(self, *parts: int | str) -> np.random.Generator:
         """Return the generator of a purpose, a function of the secret."""
-        number = int(self.secret, 16)
-        words = [number >> 32 * n & 0xFFFFFFFF for n in range(WORDS)]
-        return np.random.default_rng([*words, *(zlib.crc32(p.encode()) if isinstance(p, str) else p for p in parts)])
+        digest = sha256(repr((self.secret, parts)).encode()).digest()
+        return np.random.default_rng(np.frombuffer(digest, np.uint32))
 
     def takes_part(self, client: int) -> bool:
         """Return whether a client takes part in the next round: its own coin, which no other client's presence changes."""

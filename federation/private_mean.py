@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from flwr.app import ArrayRecord
 
-from piecework.federation.aggregation import WeightedMean
+from piecework.federation.aggregation import UpdateRejectedError, WeightedMean
 from piecework.federation.privacy import Privacy
 from piecework.models.cascade import Shape, unit_of
 from piecework.models.width import Indices, take
@@ -58,7 +58,10 @@ class PrivateMean(WeightedMean):
         indices: Mapping[str, Indices] | None = None,
         full: Mapping[str, Shape] | None = None,
     ) -> None:
-        """Add all that one client trained, as a change of the model of norm at most C."""
+        """Add all that one client trained, as a change of the model of norm at most C.
+
+        Raises UpdateRejectedError for a change so large that its norm is no number.
+        """
         places = {name: np.ix_(*indices[name]) if indices is not None else ... for name in arrays if name in self}
         changes = {}
         for name in places:
@@ -66,6 +69,8 @@ class PrivateMean(WeightedMean):
             before = take(sent, indices[name]) if indices is not None else sent
             changes[name] = np.subtract(arrays[name], before, dtype=np.float64)
         norm = math.sqrt(sum(float(np.square(change).sum()) for change in changes.values()))
+        if not math.isfinite(norm):
+            raise UpdateRejectedError("the norm of what the client changed is too large for a number")
         factor = self._privacy.clip / max(norm, self._privacy.clip)
         for name, change in changes.items():
             if name not in self._sums:

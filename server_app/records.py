@@ -32,6 +32,7 @@ CHECKSUM = "crc32"  # key of a record, and in the first line of the settings
 SCHEMA = 3  # version of the checkpoint format; 2 has norms of updates by unit, 3 a manifest
 STATES = "callbacks.json"  # the states of callbacks when the run began
 PRIVATE = 0o600  # of a file that holds the secret of a private run: who has it can take the noise away
+REPEATED = "privacy.json"
 KEPT = 2  # number of newest checkpoints that are kept, in addition to the first
 
 
@@ -132,6 +133,14 @@ class RunDir:
         """Delete the records of rounds that a resumed run will repeat, and all records from the first damaged line on."""
         kept = [r for r in self.readable_rounds()[0] if r["round"] <= server_round]
         self._write(self.rounds_file.name, b"".join(map(line_of, kept)).decode())
+
+    def note_repeated(self, server_round: int, releases: int) -> None:
+        """Note how many models a private run has released that goes on after a round: also those of records to be deleted."""
+        self._write(REPEATED, json.dumps({"round": server_round, "releases": releases}))
+
+    def repeated(self) -> dict[str, Any]:
+        """Return what `note_repeated` wrote last, nothing if it never did. Raises CheckpointError."""
+        return _read_object(self.path / REPEATED) or {}
 
     def save_checkpoint(self, arrays: ArrayRecord, values: Mapping[str, Any], kept: ArrayRecord | None = None) -> None:
         """Write `checkpoint/round-NNNNN/`, and delete all checkpoints but the first and the newest two.

@@ -111,6 +111,8 @@ class Run:
                 LOG.warning("%s: its run ended before its first checkpoint, and begins again", self.run_dir.path)
             self.run_dir.forget()
         else:
+            if self.server.privacy is not None:
+                self.run_dir.note_repeated(self.values["round"], self.server.privacy.releases)
             self.run_dir.forget_after(self.values["round"])
         self.run_dir.create(self.settings)
         self.run_dir.withdraw_results()

@@ -65,7 +65,9 @@ def known_privacy(values: dict[str, Any], run_dir: RunDir, settings: Settings) -
     if not known or settings.simulated:
         return known
     shown = [record for record in run_dir.readable_rounds()[0] if record["round"] > values["round"]]
-    return known | {"releases": known["releases"] + len(shown)}
+    before = run_dir.repeated()
+    counted = before["releases"] if before.get("round") == values["round"] else known["releases"]
+    return known | {"releases": counted + len(shown)}
 
 
 def is_spent(privacy: Privacy | None, server_round: int) -> bool:

@@ -2,12 +2,15 @@
 
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from settings_helpers import settings_with
 
 from piecework.federation.privacy import ORDERS, Privacy, Release, epsilon_of, noise_for
+from piecework.server_app.records import RunDir
+from piecework.server_app.run_values import known_privacy
 from piecework.training.settings import Settings, SettingsError
 
 ALL = {"clients": 10, "clients_per_round": 0, "num_rounds": 4}
@@ -127,6 +130,7 @@ def test_a_missing_accountant_says_what_to_install(monkeypatch: pytest.MonkeyPat
     [
         ({"privacy__epsilon": 1e6}, "1e\\+06 promises nothing"),
         ({"privacy__clip": 0.0}, "privacy.clip"),
+        ({"privacy__noise_multiplier": 1e-200}, "privacy.noise-multiplier = 1e-200: give 0.001 to 1000"),
         ({"privacy__delta": 1.0}, "privacy.delta"),
         ({"privacy__clip": 3.0}, "privacy.clip = 3 makes nothing private: set privacy.noise-multiplier or"),
         ({"privacy__seed": 7}, "privacy.seed = 7 makes nothing private"),
@@ -141,3 +145,21 @@ def test_a_run_is_private_with_noise_or_a_limit() -> None:
     assert settings_with(privacy__epsilon=1.0).privacy.on
     assert settings_with(privacy__noise_multiplier=1.0, privacy__clip=3.0).privacy.on
     assert Settings().privacy.on is False
+
+
+def test_a_round_that_was_shown_and_is_repeated_counts_however_often_the_run_is_killed(tmp_path: Path) -> None:
+    """Round 4 was shown, then repeated, and killed again before it was shown: models 3 and 4 may not get the same noise."""
+    run, devices = RunDir(tmp_path), settings_with(**ALL, engine="deployment")
+    values = {"round": 3, "privacy": {"noise-multiplier": 1.0, "secret": "ab" * 32, "releases": 3}}
+    for number in range(1, 5):
+        run.append_round({"round": number})
+    found = []
+    for _ in range(2):
+        found.append(known_privacy(values, run, devices)["releases"])
+        run.note_repeated(3, found[-1])
+        run.forget_after(3)
+    assert found == [4, 4]
+    assert (
+        known_privacy(values, run, settings_with(**ALL))["releases"] == 3
+    )  # where clients are emulated, it is the same model
+    assert known_privacy(values | {"round": 4}, run, devices)["releases"] == 3  # a later checkpoint has counted them

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
 
+from piecework.federation.aggregation import UpdateRejectedError
 from piecework.federation.privacy import Privacy, Release
 from piecework.federation.private_mean import Holders, PrivateMean
 
@@ -122,3 +123,10 @@ def test_the_new_array_has_the_type_of_the_old_one() -> None:
     mean = a_mean(a_privacy(), model, ({"a.w": None}, 10))
     assert mean.over("a.w", np.ones(3, np.float32)).dtype == np.float32
     assert mean["a.w"].dtype == np.float64
+
+
+def test_a_change_whose_norm_is_no_number_is_rejected_whole() -> None:
+    mean = a_mean(a_privacy(), a_record(a_w=np.full(9, -1.7e308)), ({"a.w": None}, 10))
+    with pytest.raises(UpdateRejectedError, match="too large for a number"), np.errstate(over="ignore"):
+        mean.add({"a.w": np.full(9, 1.7e308)}, 1)
+    assert not mean._sums

@@ -189,6 +189,7 @@ def test_a_run_ends_when_its_limit_is_spent_and_is_evaluated(tmp_path: Path) -> 
 REFUSED = {
     **{f"strategy {name}": {"strategy": name} for name, entry in METHODS.items() if not entry.can.private},
     "clients = 0": {"clients": 0},
+    "clients = 1": {"clients": 1, "clients_per_round": 0},
     "faults.over-sample": {"faults__over_sample": 1},
     "faults.accept-late": {"faults__accept_late": 1},
     "faults.deadline-factor": {"faults__deadline_factor": 2.0},
@@ -203,7 +204,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_would_break_the_promise_is_refused(what: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{what.split(maxsplit=1)[0]}|cannot be private|set clients"):
+    with pytest.raises(ValueError, match=f"{what.split(maxsplit=1)[0]}|cannot be private|set the number"):
         run_local(tmp_path, **DIGITS | REFUSED[what])
     assert not (tmp_path / "run").exists()
 

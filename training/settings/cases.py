@@ -100,8 +100,10 @@ def _require_private(settings: Settings, name: str) -> None:
         able = ", ".join(each for each, entry in METHODS.items() if entry.can.private)
         why = Capabilities.why_not_private if is_own(settings.strategy) else can.why_not_private
         raise ValueError(f"{said}: {name} cannot be private: {why}; use one of {able}")
-    if not clients:
-        raise ValueError(f"{said}: set clients, the number of those among whom a client of a private run hides")
+    if clients < 2:
+        raise ValueError(
+            f"{said}: clients = {clients}: set the number of those among whom a client of a private run hides"
+        )
     if own.delta * clients >= 1:
         raise ValueError(
             f"privacy.delta = {own.delta:g}: with {clients} clients it must be below {1 / clients:g}, because one client in "

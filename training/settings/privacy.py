@@ -6,6 +6,7 @@ from pydantic import model_validator
 
 from piecework.training.settings.table import Fraction, NonNegative, Positive, Seed, Table, setting
 
+LEAST_NOISE = 1e-3  # one round with less spends more than a million
 LARGEST_EPSILON = 1000.0  # more than that promises nothing
 
 
@@ -31,6 +32,14 @@ class PrivacySettings(Table):
         0,
         "seed of the noise and of who takes part; 0 = a secret of the run. With a known seed nothing is private: for tests",
     )
+
+    @model_validator(mode="after")
+    def _noise_hides_something(self) -> Self:
+        if 0 < self.noise_multiplier < LEAST_NOISE or self.noise_multiplier > 1 / LEAST_NOISE:
+            raise ValueError(
+                f"privacy.noise-multiplier = {self.noise_multiplier:g}: give {LEAST_NOISE:g} to {1 / LEAST_NOISE:g}, or 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _epsilon_promises_something(self) -> Self:
