@@ -158,7 +158,7 @@ def after_space(folder: Path, run_dir: Path, ended: Ended, begin: list[str], exp
         return "FAULT: no file named"
     found = RunDir(run_dir)
     if ended.code:
-        again = words_to_resume(run_dir) if found.checkpoint_paths() else begin
+        again = words_to_resume(run_dir) if found.has_begun() else begin
         if (resumed := run(again, folder / "again.txt")).code:
             return f"FAULT: not resumed: {said_by(resumed)[-300:]}"
     if (differs := differing(expected, results(run_dir))) and (told := without_room(run_dir)):
@@ -207,6 +207,6 @@ def real_disks(folder: Path, step: int) -> None:
                 if ended.code:
                     subprocess.run(["mount", "-o", f"remount,size={2**28}", str(place)], check=True)
                 came = after_space(folder, place / "full", ended, begin, expected)
-                came = "large enough" if came.startswith("went on") and "No space" not in ended.said else came
+                came = "large enough" if came == "went on to the same" and "No space" not in ended.said else came
             note(folder, kind="real disk", size=size, step=step, came=came, said=what_was_said(ended))
         size += step
