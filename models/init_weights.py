@@ -70,9 +70,10 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ValueError(f"training.init-weights = {path}: there is no such file")
     try:
-        require_sound(path)
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        require_sound(path)
+        return held
     except ModelFileError as error:
         raise ValueError(f"training.init-weights = {error}") from None
     except (SafetensorError, OSError) as error:
