@@ -185,8 +185,7 @@ def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
     if path.suffix != ".toml":
         path = SHIPPED / f"{source}.toml"
         if source not in shipped_fleets():
-            known = ", ".join(shipped_fleets())
-            near = did_you_mean(source, shipped_fleets())
+            known, near = ", ".join(shipped_fleets()), did_you_mean(source, shipped_fleets())
             raise FleetError(
                 f"unknown fleet {abbreviate(source)}; there are {known}, or the path of a .toml file{near}"
             )

@@ -32,7 +32,6 @@ CHECKSUM = "crc32"  # key of a record, and in the first line of the settings
 SCHEMA = 3  # version of the checkpoint format; 2 has norms of updates by unit, 3 a manifest
 STATES = "callbacks.json"  # the states of callbacks when the run began
 PRIVATE = 0o600  # of a file that holds the secret of a private run: who has it can take the noise away
-REPEATED = "privacy.json"
 KEPT = 2  # number of newest checkpoints that are kept, in addition to the first
 
 
@@ -134,14 +133,6 @@ class RunDir:
         kept = [r for r in self.readable_rounds()[0] if r["round"] <= server_round]
         self._write(self.rounds_file.name, b"".join(map(line_of, kept)).decode())
 
-    def note_repeated(self, server_round: int, releases: int) -> None:
-        """Note how many models a private run has released that goes on after a round: also those of records to be deleted."""
-        self._write(REPEATED, json.dumps({"round": server_round, "releases": releases}))
-
-    def repeated(self) -> dict[str, Any]:
-        """Return what `note_repeated` wrote last, nothing if it never did. Raises CheckpointError."""
-        return _read_object(self.path / REPEATED) or {}
-
     def save_checkpoint(self, arrays: ArrayRecord, values: Mapping[str, Any], kept: ArrayRecord | None = None) -> None:
         """Write `checkpoint/round-NNNNN/`, and delete all checkpoints but the first and the newest two.
 
@@ -200,7 +191,7 @@ class RunDir:
 
     def coverage(self) -> dict[str, Any] | None:
         """Return the content of `coverage.json`, or None if it is not written yet. Raises CheckpointError."""
-        return _read_object(self.path / "coverage.json")
+        return read_object(self.path / "coverage.json")
 
     def withdraw_results(self) -> None:
         """Delete the result files that the run, new or resumed, will write later."""
@@ -220,7 +211,7 @@ class RunDir:
 
     def final(self) -> dict[str, Any] | None:
         """Return the evaluation of the trained model, or None if there is none. Raises CheckpointError."""
-        return _read_object(self.path / "final.json")
+        return read_object(self.path / "final.json")
 
     def write_models(self, models: Mapping[str, object]) -> None:
         """Write `models.json`: the evaluation of the models that devices deploy."""
@@ -228,7 +219,7 @@ class RunDir:
 
     def models(self) -> dict[str, Any]:
         """Return the evaluation of the models that devices deploy, by name; empty without any. Raises CheckpointError."""
-        return _read_object(self.path / "models.json") or {}
+        return read_object(self.path / "models.json") or {}
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write `summary.json`: how the run ended."""
@@ -236,7 +227,7 @@ class RunDir:
 
     def summary(self) -> dict[str, Any] | None:
         """Return how the run ended, or None if it has not ended. Raises CheckpointError."""
-        return _read_object(self.path / "summary.json")
+        return read_object(self.path / "summary.json")
 
     def seconds(self) -> float:
         """Return the seconds that all processes of the run have taken: of one that was killed, those to its last checkpoint."""
@@ -295,7 +286,7 @@ def _seconds_in(path: Path) -> float:
         return 0.0
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if there is no file. Raises CheckpointError."""
     try:
         found = read_json(path.read_text(encoding="utf-8"))

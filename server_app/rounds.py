@@ -31,7 +31,15 @@ from piecework.server_app.records import RunDir
 from piecework.server_app.recovery import Recovery, find_recovery, quarantine
 from piecework.server_app.round_record import ModelEvaluation, Opening, RoundRecord, TrainingPhase, record_of
 from piecework.server_app.run_folder import COMPLETED
-from piecework.server_app.run_values import ends_early, first_values, is_spent, known_privacy, note_round, resume_values
+from piecework.server_app.run_values import (
+    ends_early,
+    first_values,
+    is_spent,
+    known_privacy,
+    note_repeated,
+    note_round,
+    resume_values,
+)
 from piecework.server_app.served_model import ServedModel
 from piecework.server_app.start import check_coverage
 from piecework.server_app.summary import empty_round_message, stage_warnings
@@ -112,7 +120,7 @@ class Run:
             self.run_dir.forget()
         else:
             if self.server.privacy is not None:
-                self.run_dir.note_repeated(self.values["round"], self.server.privacy.releases)
+                note_repeated(self.run_dir, self.values["round"], self.server.privacy.releases)
             self.run_dir.forget_after(self.values["round"])
         self.run_dir.create(self.settings)
         self.run_dir.withdraw_results()

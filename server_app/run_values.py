@@ -1,14 +1,17 @@
 """The values of a checkpoint that a run keeps from round to round, in addition to arrays and the strategy's state."""
 
+import json
 import logging
 import uuid
 from typing import Any
 
+from piecework.client_app.disk import write_atomically
 from piecework.federation.privacy import Privacy
-from piecework.server_app.records import Checkpoint, RunDir
+from piecework.server_app.records import Checkpoint, RunDir, read_object
 from piecework.server_app.round_record import RoundRecord
 from piecework.training.settings import Settings, check_resume
 
+REPEATED = "privacy.json"  # a file of a private run that was resumed
 LOG = logging.getLogger("piecework")
 
 
@@ -65,9 +68,15 @@ def known_privacy(values: dict[str, Any], run_dir: RunDir, settings: Settings) -
     if not known or settings.simulated:
         return known
     shown = [record for record in run_dir.readable_rounds()[0] if record["round"] > values["round"]]
-    before = run_dir.repeated()
+    before = read_object(run_dir.path / REPEATED) or {}
     counted = before["releases"] if before.get("round") == values["round"] else known["releases"]
     return known | {"releases": counted + len(shown)}
+
+
+def note_repeated(run_dir: RunDir, server_round: int, releases: int) -> None:
+    """Note how many models a private run has released that goes on after a round: also those of records to be deleted."""
+    content = json.dumps({"round": server_round, "releases": releases})
+    write_atomically(run_dir.path / REPEATED, content.encode())
 
 
 def is_spent(privacy: Privacy | None, server_round: int) -> bool:

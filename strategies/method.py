@@ -26,7 +26,7 @@ from piecework.federation.aggregation import (
 )
 from piecework.federation.private_mean import Entries
 from piecework.federation.reports import ClientReport
-from piecework.models.cascade import Blueprint, initial_state, unit_of
+from piecework.models.cascade import Blueprint, initial_state
 from piecework.models.partition import Piece
 from piecework.models.variant import vary
 from piecework.models.work_item import WorkItem
@@ -185,14 +185,6 @@ class Method:
     def finish(self, current: Round) -> ArrayRecord:
         """Return the new model. Arrays that no client trained stay the same objects."""
         return replace_arrays(current.arrays, current.mean)
-
-    def find_entries(self, assignment: Assignment, model: ArrayRecord) -> Entries:
-        """Return the entries of the model that an update of this assignment may move, for a private mean."""
-        if (indices := getattr(assignment.sends, "indices", None)) is not None:
-            found: Entries = indices()
-            return found
-        learned = {unit for item in assignment.items for unit in self.cut.part(item).learned}
-        return {name: None for name in assignment.sends(model) if unit_of(name) in learned}
 
     def assign_evaluation(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:
         """Return what a client does in an evaluation on that many examples, from its assignment in training.

@@ -7,8 +7,9 @@ from flwr.app import ArrayRecord
 
 from piecework.federation.privacy import Privacy
 from piecework.federation.private_mean import Entries, Holders
-from piecework.models.cascade import Blueprint
+from piecework.models.cascade import Blueprint, unit_of
 from piecework.models.static_norms import has_batch_norms, is_statistic
+from piecework.planning.assignment import Assignment
 from piecework.strategies.method import Assigned, Method
 from piecework.training.settings import Settings
 
@@ -54,11 +55,20 @@ def find_entries(method: Method, assigned: Mapping[int, Assigned], model: ArrayR
     """
     by_client, alike = dict[int, Entries](), dict[object, list[int]]()
     for client, each in assigned.items():
-        found = method.find_entries(each.assignment, model) if _is_able(each, enforced=enforced) else {}
+        found = _entries_of(method, each.assignment, model) if _is_able(each, enforced=enforced) else {}
         by_client[client] = {name: where for name, where in found.items() if not is_statistic(name)}
         alike.setdefault(_key(by_client[client]), []).append(client)
     holders = [Holders(by_client[clients[0]], len(clients)) for clients in alike.values()]
     return Held(by_client, holders)
+
+
+def _entries_of(method: Method, assignment: Assignment, model: ArrayRecord) -> Entries:
+    """Return the entries of the model that an update of this assignment may move: what is sent to be trained of it."""
+    if (indices := getattr(assignment.sends, "indices", None)) is not None:
+        found: Entries = indices()
+        return found
+    learned = {unit for item in assignment.items for unit in method.cut.part(item).learned}
+    return {name: None for name in assignment.sends(model) if unit_of(name) in learned}
 
 
 def _is_able(assigned: Assigned, *, enforced: bool) -> bool:

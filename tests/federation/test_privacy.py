@@ -10,7 +10,7 @@ from settings_helpers import settings_with
 
 from piecework.federation.privacy import ORDERS, Privacy, Release, epsilon_of, noise_for
 from piecework.server_app.records import RunDir
-from piecework.server_app.run_values import known_privacy
+from piecework.server_app.run_values import known_privacy, note_repeated
 from piecework.training.settings import Settings, SettingsError
 
 ALL = {"clients": 10, "clients_per_round": 0, "num_rounds": 4}
@@ -156,7 +156,7 @@ def test_a_round_that_was_shown_and_is_repeated_counts_however_often_the_run_is_
     found = []
     for _ in range(2):
         found.append(known_privacy(values, run, devices)["releases"])
-        run.note_repeated(3, found[-1])
+        note_repeated(run, 3, found[-1])
         run.forget_after(3)
     assert found == [4, 4]
     assert (

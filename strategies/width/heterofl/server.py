@@ -27,11 +27,9 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from flwr.app import ArrayRecord
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
-from piecework.federation.private_mean import Entries
 from piecework.federation.registry import MIN_EXAMPLES
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
@@ -284,10 +282,6 @@ class HeteroFL(Method):
     def told_classes(self) -> bool:
         """Whether clients tell of which classes they have examples: if they mask the others, and the run is not private."""
         return self.cut.masked and not self.settings.privacy.on
-
-    def find_entries(self, assignment: Assignment, model: ArrayRecord) -> Entries:
-        """Return the entries of the sub-model; none of those that are left out of the mean."""
-        return {} if assignment.config.level in self.left_out else super().find_entries(assignment, model)
 
     def read(self, current: Round, report: ClientReport, metrics: dict[str, Any]) -> Reading:
         """Note the classes of which the client says that it has examples, if it masks the others."""

@@ -21,7 +21,6 @@ from typing import Any
 from flwr.app import ArrayRecord
 
 from piecework.device_profiles.profile import DeviceState
-from piecework.federation.private_mean import Entries
 from piecework.models.cascade import Blueprint
 from piecework.models.mix import Mix, net_of
 from piecework.models.variant import Variant, vary
@@ -173,10 +172,6 @@ class SplitMix(Method):
             [net for net in range(count) if net != first]
         )
         return sorted([first, *(int(net) for net in others[: wanted - 1])])
-
-    def find_entries(self, assignment: Assignment, model: ArrayRecord) -> Entries:
-        """Return all of the client's nets."""
-        return dict.fromkeys(assignment.sends(model))
 
     def details(self, current: Round) -> dict[str, Any]:
         """Return the numbers of each client's nets for the round record."""
