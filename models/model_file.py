@@ -1,6 +1,6 @@
 """The description in the file of a trained model: what it may hold, checked before anything is built from it.
 
-The file's metadata are the description and a checksum of it and of all arrays. A file of an earlier version has none.
+The description ends with a checksum of itself and of all arrays. A file of an earlier version has none.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ from piecework.models.imported.objects import is_object
 from piecework.models.imported.source import is_imported, is_loaded, is_own
 from piecework.models.zoo import known_models
 
-DESCRIPTION, CHECKSUM = "piecework", "sha256"  # keys of the metadata
+DESCRIPTION, CHECKSUM = "piecework", "sha256"  # the key of the metadata, and the last one of the description
+SEPARATOR = f', "{CHECKSUM}": "'
 FORMAT = 3  # 1 did not describe the scaling of inputs; 2 had no variant
 LARGEST_EXAMPLE, MOST_CLASSES = 10**8, 10**6  # values of an example, classes
 
@@ -87,6 +88,8 @@ def description(file: Path) -> dict[str, Any]:
     try:
         with safe_open(file, framework="np") as arrays:
             described = read_json((arrays.metadata() or {})[DESCRIPTION])
+            if isinstance(described, dict):
+                described.pop(CHECKSUM, None)
     except KeyError:
         raise ModelFileError(f"{file} cannot be read: it has no description, as Piecework's models have") from None
     except (OSError, SafetensorError, ValueError) as error:
@@ -98,24 +101,26 @@ def description(file: Path) -> dict[str, Any]:
 
 def metadata_of(described: str, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Return the metadata of a file with these arrays, from its description as JSON."""
-    return {DESCRIPTION: described, CHECKSUM: _digest(described, arrays.items())}
+    # One key alone: safetensors writes several in an order that differs from time to time.
+    return {DESCRIPTION: f'{described[:-1]}{SEPARATOR}{_digest(described, arrays.items())}"}}'}
 
 
 def require_sound(file: Path) -> None:
     """Raise ModelFileError if a file does not match its checksum. One array is in memory at a time."""
     try:
         with safe_open(file, framework="np") as arrays:
-            metadata = arrays.metadata() or {}
-            if (expected := metadata.get(CHECKSUM)) is None:
+            text = (arrays.metadata() or {}).get(DESCRIPTION, "")
+            before, sealed, expected = text.rpartition(SEPARATOR)
+            if not sealed:
                 return
             held = ((name, arrays.get_tensor(name)) for name in sorted(arrays.keys()))
-            found = _digest(metadata.get(DESCRIPTION, ""), held)
+            found = _digest(before + "}", held) + '"}'
     except (OSError, SafetensorError, TypeError) as error:  # TypeError: of a type that numpy does not have
         raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     if found != expected:
         raise ModelFileError(
             f"{file} is damaged: it does not match its checksum. (Who changes the arrays on purpose leaves the key "
-            f"{CHECKSUM!r} out of the file's metadata.)"
+            f"{CHECKSUM!r} out of its description.)"
         )
 
 

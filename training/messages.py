@@ -43,7 +43,7 @@ class Task:
         int, Field(strict=True, ge=0, le=UNLIMITED)
     ]  # the bytes that the server assumes the client may use
     reference: Bytes  # the bytes of a reference step, of which emulated ratio budgets are fractions
-    lr: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     state_dir: Annotated[str, Strict]
     enforced: Annotated[bool, Strict] = True  # the accounting holds the client to the costs, which are true bytes
     costs: dict[WorkItem, Bytes] = field(default_factory=dict)

@@ -65,7 +65,10 @@ def test_a_client_that_fails_answers_with_an_error(grid: OrderedGrid) -> None:
     replies = list(grid.send_and_receive([question(0, "train"), question(1), question(0)]))
     assert clients_of(replies) == [0, 1, 0]
     assert [reply.has_error() for reply in replies] == [True, False, False]
-    assert (replies[0].error.code, replies[0].error.reason) == (2, "KeyError: 'task'")
+    assert (replies[0].error.code, replies[0].error.reason) == (
+        2,
+        "MessageError: the message has no record 'task' of values",
+    )
 
 
 def test_what_comes_too_late_is_given_up(grid: OrderedGrid) -> None:
