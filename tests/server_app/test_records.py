@@ -280,7 +280,9 @@ def test_the_model_file(run: RunDir) -> None:
     path = run.path / "model.safetensors"
     assert same(numpy_of(arrays()), numpy_of(read_arrays(path)))
     with safe_open(path, framework="np") as file:
-        assert json.loads(file.metadata()["piecework"]) == {"experiment-id": "e", "settings": {"training.lr": 0.1}}
+        described = json.loads(file.metadata()["piecework"])
+    assert len(described.pop("sha256")) == 64
+    assert described == {"experiment-id": "e", "settings": {"training.lr": 0.1}}
     assert not (run.path / "model.tmp").exists()
 
 
