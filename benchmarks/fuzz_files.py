@@ -160,6 +160,8 @@ CLEAR = (SettingsError, FleetError, DatasetError, CheckpointError, NoteError, Mo
 # What a plain ValueError of the project's own begins with.
 OWN_TEXTS = ("training.init-weights = ", "the strategy's state in the checkpoint has ")
 
+NAMED = ("setting ", "unknown setting ", "unknown fleet ")  # of a file of settings an error names the setting
+
 
 @dataclass
 class Reader:
@@ -207,7 +209,7 @@ class Reader:
         except CLEAR as error:
             self.came["refused"] += 1
             said = str(error)
-            named = self.file.name in said or str(self.file.parent) in said or "setting " in said
+            named = self.file.name in said or str(self.file.parent) in said or said.startswith(NAMED)
             if len(said) > LONGEST or (self.what.names and not named):
                 self.wrong.append(
                     f"file {number}: the error does not name it, or is long: {type(error).__name__}: {said:.300}"

@@ -73,6 +73,8 @@ CLEAR = (  # what an error may begin with: each is this project's own, or Flower
     "ValueError: unknown strategy ",
     "ValueError: the task is of strategy ",
     "ValueError: strategy ",
+    "ValueError: model = ",
+    "ValueError: convnet needs ",
     "FileNotFoundError: the client's store has no ",
     "ValueError: No query function registered with name ",
 )

@@ -189,6 +189,8 @@ def _fill(target: torch.Tensor, name: str, file: Any, held: Collection[str]) -> 
         raise MessageError(
             f"array {name!r:.100} has shape {found.shape}: that of the task's model has {tuple(target.shape)}"
         )
+    if found.dtype.kind == "i" and (found < 0).any():
+        raise MessageError(f"array {name!r:.100} counts batches, and has a number below 0")
     target.copy_(torch.from_numpy(found))
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from piecework.device_profiles.documents import abbreviate, read_json, read_toml
+from piecework.device_profiles.documents import SHOWN, abbreviate, read_json, read_toml
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.profile import UNLIMITED, DeviceProfile, parse_bytes, parse_memory
 
@@ -255,7 +255,7 @@ def _follows(problem: ErrorDetails, problems: list[ErrorDetails]) -> bool:
 def _explain(problem: ErrorDetails, kind: type[_Table]) -> str:
     """Explain a problem: `device 2 flops = -1: input should be greater than 0`. Tables and entries count from 1."""
     loc = problem["loc"]
-    place = " ".join(str(part + 1) if isinstance(part, int) else part for part in loc)
+    place = " ".join(str(part + 1) if isinstance(part, int) else part for part in loc)[:SHOWN]
     if problem["type"] == "missing":
         return f"{place} is missing"
     if problem["type"] == "extra_forbidden":

@@ -42,7 +42,9 @@ class Task:
     budget: Annotated[
         int, Field(strict=True, ge=0, le=UNLIMITED)
     ]  # the bytes that the server assumes the client may use
-    reference: Bytes  # the bytes of a reference step, of which emulated ratio budgets are fractions
+    reference: Annotated[
+        int, Field(strict=True, ge=1, le=ENDLESS)
+    ]  # the bytes of a reference step, of which emulated ratio budgets are fractions
     lr: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     state_dir: Annotated[str, Strict]
     enforced: Annotated[bool, Strict] = True  # the accounting holds the client to the costs, which are true bytes

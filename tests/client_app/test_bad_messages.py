@@ -29,6 +29,7 @@ TASK = Task("abc", 2, 1, "fedavg", 10**9, 10**6, 0.1, "/somewhere")
         ("round", 0, "round is 0: it must be greater than or equal to 1"),
         ("lr", float("nan"), "lr is nan: it must be a finite number"),
         ("budget", -(2**63), "budget is -9223372036854775808: it must be greater than or equal to 0"),
+        ("reference", 0, "reference is 0: it must be greater than or equal to 1"),
         ("budget", None, "budget is missing"),
         ("experiment-id", "../x", "experiment_id is '../x': String should match pattern"),
         ("frozen", '{"../../x":"ab"}', "frozen is '../../x': String should match pattern"),
@@ -122,4 +123,9 @@ def test_arrays_that_are_not_the_models(tmp_path: Path) -> None:
         with pytest.raises(MessageError, match=says):
             store.load("head", layer)
         assert torch.equal(layer.weight, before)
+    norm = nn.BatchNorm2d(2)
+    counted = {f"head.{name}": value.numpy() for name, value in norm.state_dict().items()}
+    store.write_units(counted | {"head.num_batches_tracked": np.array(-1)})
+    with pytest.raises(MessageError, match=r"'head\.num_batches_tracked' counts batches, and has a number below 0"):
+        store.load("head", norm)
     store.close()
