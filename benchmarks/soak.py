@@ -9,7 +9,7 @@ has another node id. With `--kill-every N` a worker is killed (SIGKILL) in every
 
 Every 50 rounds the memory (RSS) of each process, the server's open files, threads and Python objects, and the files in the
 run's folder and in the temporary folder are measured. Growth is the slope of a line through the samples after the first fifth.
-Exits 1 if the run fails or something grew: memory of a process by more than 2 MB in 1,000 rounds, any number of files at all.
+Exits 1 if the run fails or something grew: memory of a process by more than 1 MB in 1,000 rounds, any number of files at all.
 """
 
 import argparse
@@ -47,7 +47,7 @@ SHORT = {
     "run-name": "soak",
 }
 SAMPLED = 50  # rounds between samples
-MOST = {"MB": 2.0, "objects / 1,000": 1.0}  # of growth in 1,000 rounds, by the end of a figure's name
+MOST = {"MB": 1.0, "objects / 1,000": 1.0}  # of growth in 1,000 rounds, by the end of a figure's name
 ANY = 0.5  # of other figures: numbers of files and threads, which go up and down
 
 
