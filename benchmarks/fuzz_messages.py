@@ -24,7 +24,7 @@ import psutil
 from flwr.app import Message, RecordDict
 
 from benchmarks.hostile import Target
-from benchmarks.hostile_arrays import NESTED, change_arrays, change_parcels
+from benchmarks.hostile_arrays import NESTED, WAYS, change_arrays, change_parcels
 from benchmarks.mutations import SCALARS, any_value, as_json, spoil_value
 from piecework.server_app.local_grid import reply_to
 from piecework.server_app.ordered_grid import FIRST_NODE
@@ -34,22 +34,6 @@ from piecework.training.readable import UNUSABLE
 
 CLIENT = 1
 SECONDS = 20  # for one message, which takes milliseconds
-SPOILT = (
-    "nan",
-    "inf",
-    "large",
-    "zero",
-    "negative",
-    "type",
-    "shape",
-    "words",
-    "header",
-    "cut",
-    "pickle",
-    "name",
-    "gone",
-    "more",
-)
 PARCELS = (
     "cut",
     "padded",
@@ -194,7 +178,7 @@ def spoil_arrays(content: RecordDict, drawn: Random, *, packed: bool) -> None:
             change_parcels(content.array_records["arrays"], drawn.randrange(100), (how, value_for(how, drawn)))
             return
         arrays = unpack(content.array_records["arrays"])
-        change_arrays(arrays, drawn.randrange(100), drawn.choice(SPOILT))
+        change_arrays(arrays, drawn.randrange(100), drawn.choice(WAYS))
         content["arrays"] = pack(arrays.items())
     except (KeyError, TypeError, ValueError, ArithmeticError, IndexError, StopIteration, RecursionError):
         return

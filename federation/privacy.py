@@ -1,10 +1,10 @@
 """Client-level differential privacy: what a run promises, what it has spent, and the randomness behind it.
 
-The models of all rounds together are (epsilon, delta)-differentially private in the sense that a client and all its data may be
-added to the run or removed from it (H. Brendan McMahan, Daniel Ramage, Kunal Talwar, Li Zhang, "Learning Differentially Private
-Recurrent Language Models", ICLR 2018, https://arxiv.org/abs/1710.06963). In a round each of K clients takes part with the
-probability q, by a coin of its own. With D_k, all that client k changes of the model in a round, zero where it holds nothing,
-the model moves by
+The models of all rounds together are (epsilon, delta)-differentially private for a client and all its data: it takes part when
+its coin falls so, or never. How many clients there are, and of which device classes, is public. (H. Brendan McMahan, Daniel
+Ramage, Kunal Talwar, Li Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018,
+https://arxiv.org/abs/1710.06963.) In a round each of K clients takes part with the probability q, by a coin of its own.
+With D_k, all that client k changes of the model in a round, zero where it holds nothing, the model moves by
 
     ( sum_k D_k min(1, C / ||D_k||)  +  N(0, (z C)^2) ) / (q m)
 
@@ -12,7 +12,7 @@ in each entry, m of the K clients' devices hold the entry. C is `privacy.clip`, 
 before the round: it is the same whoever answers. So one round is a Poisson-subsampled Gaussian mechanism of sensitivity C, and
 Flower's accountant composes the rounds (Renyi differential privacy, by Google's dp-accounting).
 
-The coins and the noise come from a secret of the run, which a checkpoint holds, so that a resumed run repeats both.
+The coins and the noise come from a secret of the run, which a checkpoint holds, and from the number of models released before.
 """
 
 import logging
@@ -27,6 +27,7 @@ import numpy as np
 from flwr.serverapp import GaussianPrivacyEvent, NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
 
 from piecework.training.settings import Settings
+from piecework.training.settings.privacy import LARGEST_EPSILON
 
 WORDS = 8  # of 32 bits, of a secret
 # Renyi orders at which the accountant looks. Its own begin at 1.1, where its sum for subsampled noise does not converge.
@@ -125,6 +126,11 @@ class Privacy:
         noise = noise or noise_for(own.epsilon, settings.num_rounds, sample, clients, delta)
         secret = known.get("secret") or (f"{own.seed:x}" if own.seed else secrets.token_hex(4 * WORDS))
         found = cls(Release(noise, sample, clients, delta), own.clip, own.epsilon, secret, known.get("releases", 0))
+        if found.epsilon(1) > LARGEST_EPSILON:
+            raise ValueError(
+                f"privacy.noise-multiplier = {noise:g}: one round spends epsilon = {found.epsilon(1):.4g}, which promises "
+                "nothing; give more noise"
+            )
         if own.epsilon and found.epsilon(1) > own.epsilon:
             raise ValueError(
                 f"privacy.epsilon = {own.epsilon:g}: one round with privacy.noise-multiplier = {noise:g} spends "

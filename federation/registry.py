@@ -77,6 +77,9 @@ class ClientRegistry:
 
     `auto` are the clients whose devices measure themselves (device = 'auto').
 
+    With `keeps_classes`, a client keeps the device class with which it began, in `classes`: a private run divides by how many
+    clients have it.
+
     Two nodes that are online and claim one client are both refused, because nothing says which of them has its data. Once the
     run has `started`, the node that works keeps its client, and only the other is refused: no newcomer can put out a member.
     """
@@ -95,6 +98,8 @@ class ClientRegistry:
     expected: Expected | None = None
     started: bool = False
     auto: set[int] = field(default_factory=set)
+    keeps_classes: bool = False
+    classes: dict[int, str] = field(default_factory=dict)
     _online: set[int] = field(default_factory=set)
     _names: dict[int, str] = field(default_factory=dict)
     _clients: dict[int, int] = field(default_factory=dict)
@@ -125,6 +130,8 @@ class ClientRegistry:
 
     def _start(self, clients: int) -> None:
         self.clients, self.started = clients, True
+        if self.keeps_classes:
+            self.classes = {client: member.device for client, member in self.members.items()} | self.classes
         names = {client: self._names.get(member.node_id, "") for client, member in self.members.items()}
         self.bound |= {client: name for client, name in names.items() if name}
 
@@ -199,7 +206,14 @@ class ClientRegistry:
         return client
 
     def _check_device(self, member: Member, clients: int) -> None:
-        """Reject a device that is not in the fleet, or device = 'auto' without its measurements. Raises ValueError."""
+        """Reject a device that is not in the fleet, of another class than before if those are kept, or device = 'auto' without
+        its measurements. Raises ValueError.
+        """
+        if (before := self.classes.get(member.client, member.device)) != member.device:
+            raise AnswerError(
+                f"client {member.client} has device = {member.device!r}, and began with {before!r}: in a private run it keeps "
+                "its device class"
+            )
         if member.device == "auto":
             if missing := [key for key in MEASURED if not member.measured.get(key)]:
                 raise ValueError(f"device auto measured no {missing[0]}: {member.measured}")

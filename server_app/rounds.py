@@ -36,7 +36,7 @@ from piecework.server_app.run_values import (
     first_values,
     is_spent,
     known_privacy,
-    note_repeated,
+    note_releases,
     note_round,
     resume_values,
 )
@@ -81,6 +81,8 @@ class Run:
         # A resumed run may have more rounds, but its learning rates follow the schedule of the first start.
         planned = settings.with_values({"training.lr-rounds": self.values["lr-rounds"]})
         known = known_privacy(self.values, run_dir, settings)
+        self.registry.keeps_classes = settings.privacy.on
+        self.registry.classes = {int(client): device for client, device in known.get("devices", {}).items()}
         experiment = Experiment(
             planned, blueprint, reference, self.registry, self.values["experiment-id"], state_dir, known
         )
@@ -119,8 +121,6 @@ class Run:
                 LOG.warning("%s: its run ended before its first checkpoint, and begins again", self.run_dir.path)
             self.run_dir.forget()
         else:
-            if self.server.privacy is not None:
-                note_repeated(self.run_dir, self.values["round"], self.server.privacy.releases)
             self.run_dir.forget_after(self.values["round"])
         self.run_dir.create(self.settings)
         self.run_dir.withdraw_results()
@@ -137,6 +137,7 @@ class Run:
             record = self.one_round(server_round)
             values = record.to_values()
             note_round(self.values, record)
+            note_releases(self.run_dir, server.privacy)
             self.run_dir.append_round(values)
             on_round(values)
             if self.values["empty-rounds"] >= settings.faults.max_empty_rounds:
@@ -325,6 +326,7 @@ class Run:
             "seconds": self.seconds(),
         }
         if self.server.privacy is not None:
-            self.values["privacy"] = self.server.privacy.to_values()
+            devices = {str(client): device for client, device in self.registry.classes.items()}
+            self.values["privacy"] = self.server.privacy.to_values() | {"devices": devices}
         kept = ArrayRecord({**self.method.kept, **self.server.late.to_arrays(), **self.served.to_arrays(self.arrays)})
         self.run_dir.save_checkpoint(self.arrays, self.values, kept)

@@ -11,7 +11,7 @@ from piecework.server_app.records import Checkpoint, RunDir, read_object
 from piecework.server_app.round_record import RoundRecord
 from piecework.training.settings import Settings, check_resume
 
-REPEATED = "privacy.json"  # a file of a private run that was resumed
+LEDGER = "privacy.json"  # of a private run
 LOG = logging.getLogger("piecework")
 
 
@@ -59,24 +59,22 @@ def ends_early(values: dict[str, Any], record: RoundRecord, settings: Settings) 
 
 
 def known_privacy(values: dict[str, Any], run_dir: RunDir, settings: Settings) -> dict[str, Any]:
-    """Return what the checkpoint of a private run kept of its privacy; nothing for a new run.
+    """Return what a private run kept of its privacy: in a checkpoint, and what it has released since; nothing for a new run.
 
-    Rounds that were recorded after it have been shown, and are repeated. Where clients run on devices of their own, they may
-    answer otherwise the second time: these rounds are counted as spent, and get other noise.
+    A round that was shown and is repeated counts twice and gets other noise, because clients may answer otherwise. With a
+    known seed nothing is private, and a resumed run is the unbroken one. Raises CheckpointError.
     """
     known: dict[str, Any] = values.get("privacy", {})
-    if not known or settings.simulated:
+    if settings.privacy.seed:
         return known
-    shown = [record for record in run_dir.readable_rounds()[0] if record["round"] > values["round"]]
-    before = read_object(run_dir.path / REPEATED) or {}
-    counted = before["releases"] if before.get("round") == values["round"] else known["releases"]
-    return known | {"releases": counted + len(shown)}
+    ledger = read_object(run_dir.path / LEDGER) or {}
+    return known | {"releases": max(known.get("releases", 0), int(ledger.get("releases", 0)))}
 
 
-def note_repeated(run_dir: RunDir, server_round: int, releases: int) -> None:
-    """Note how many models a private run has released that goes on after a round: also those of records to be deleted."""
-    content = json.dumps({"round": server_round, "releases": releases})
-    write_atomically(run_dir.path / REPEATED, content.encode())
+def note_releases(run_dir: RunDir, privacy: Privacy | None) -> None:
+    """Write how many models a private run has released, before the last of them is shown. No new start forgets it."""
+    if privacy is not None:
+        write_atomically(run_dir.path / LEDGER, json.dumps({"releases": privacy.releases}).encode())
 
 
 def is_spent(privacy: Privacy | None, server_round: int) -> bool:

@@ -58,10 +58,15 @@ class ClientResources:
         """Return a client's device state in a round, which leaves memory for a message with all units of the model."""
         return self.registry.state(client, server_round, self.reference_bytes, self.message_bytes)
 
+    @property
+    def able(self) -> list[int]:
+        """The clients with at least MIN_EXAMPLES training examples; in a private run all, because that would tell of them."""
+        members = sorted(self.registry.members.items())
+        return [c for c, member in members if self.settings.privacy.on or member.examples >= MIN_EXAMPLES]
+
     def trainers(self) -> dict[int, Trainer]:
-        """Return the clients with at least MIN_EXAMPLES training examples."""
-        members = {c: m for c, m in sorted(self.registry.members.items()) if m.examples >= MIN_EXAMPLES}
-        return {c: Trainer(richest(self.states_of(c)), member.examples) for c, member in members.items()}
+        """Return the `able` clients."""
+        return {c: Trainer(richest(self.states_of(c)), self.registry.members[c].examples) for c in self.able}
 
     def affords(self, client: int, server_round: int, needed: int) -> bool:
         """Return whether a client may use `needed` bytes in a round."""

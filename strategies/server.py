@@ -182,7 +182,8 @@ class MethodServer(Strategy):
         self.round.assigned = assigned
         self.round.reports = {c: ClientReport(c, a.device.device, a.device.budget_bytes) for c, a in assigned.items()}
         for client, report in self.round.reports.items():
-            if (fraction := self.method.state.crash_history.fraction(client)) < 1:
+            fraction = self.method.state.crash_history.fraction(client)
+            if fraction < 1 and self.privacy is None:
                 report.note = f"given {fraction:.0%} of its budget since its process died"
         return self.send("train", assigned, arrays, self.round.reports)
 

@@ -10,7 +10,7 @@ from settings_helpers import settings_with
 
 from piecework.federation.privacy import ORDERS, Privacy, Release, epsilon_of, noise_for
 from piecework.server_app.records import RunDir
-from piecework.server_app.run_values import known_privacy, note_repeated
+from piecework.server_app.run_values import known_privacy, note_releases
 from piecework.training.settings import Settings, SettingsError
 
 ALL = {"clients": 10, "clients_per_round": 0, "num_rounds": 4}
@@ -118,6 +118,11 @@ def test_a_limit_that_does_not_pay_for_a_round_is_refused_with_what_it_costs() -
         Privacy.of(settings_with(**ALL, privacy__noise_multiplier=1.0, privacy__epsilon=0.1), {})
 
 
+def test_noise_that_hides_nobody_is_refused_with_what_a_round_costs() -> None:
+    with pytest.raises(ValueError, match=r"multiplier = 0\.01: one round spends epsilon = \d+, which promises nothing"):
+        Privacy.of(settings_with(**ALL, privacy__noise_multiplier=0.01), {})
+
+
 def test_a_missing_accountant_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     epsilon_of.cache_clear()
@@ -147,19 +152,22 @@ def test_a_run_is_private_with_noise_or_a_limit() -> None:
     assert Settings().privacy.on is False
 
 
-def test_a_round_that_was_shown_and_is_repeated_counts_however_often_the_run_is_killed(tmp_path: Path) -> None:
-    """Round 4 was shown, then repeated, and killed again before it was shown: models 3 and 4 may not get the same noise."""
-    run, devices = RunDir(tmp_path), settings_with(**ALL, engine="deployment")
-    values = {"round": 3, "privacy": {"noise-multiplier": 1.0, "secret": "ab" * 32, "releases": 3}}
-    for number in range(1, 5):
-        run.append_round({"round": number})
-    found = []
-    for _ in range(2):
-        found.append(known_privacy(values, run, devices)["releases"])
-        note_repeated(run, 3, found[-1])
+def test_what_was_shown_counts_however_often_the_run_is_killed_and_begun_again(tmp_path: Path) -> None:
+    """Killed before its first checkpoint, after that of round 3, and twice in a repeated round 4."""
+    run, settings = RunDir(tmp_path), settings_with(**ALL, privacy__noise_multiplier=1.0)
+    first = Privacy.of(settings, known_privacy({}, run, settings))
+    first.releases += 1
+    note_releases(run, first)
+    run.forget()
+    again = Privacy.of(settings, known_privacy({}, run, settings))
+    assert (again.releases, again.secret == first.secret) == (1, False)
+    again.releases += 3
+    kept = {"privacy": again.to_values()}
+    for expected in (5, 6):
+        again.releases += 1
+        note_releases(run, again)
         run.forget_after(3)
-    assert found == [4, 4]
-    assert (
-        known_privacy(values, run, settings_with(**ALL))["releases"] == 3
-    )  # where clients are emulated, it is the same model
-    assert known_privacy(values | {"round": 4}, run, devices)["releases"] == 3  # a later checkpoint has counted them
+        again = Privacy.of(settings, known_privacy(kept, run, settings))
+        assert again.releases == expected
+    known = settings_with(**ALL, privacy__noise_multiplier=1.0, privacy__seed=7)
+    assert known_privacy(kept, run, known)["releases"] == 4  # the round is repeated to the bit

@@ -1,19 +1,23 @@
 """Private rounds of every system that can be private: what one client can change, whatever it sends."""
 
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, Error, Message, RecordDict
-from helpers import numpy_of, run_in_parts, run_local, same
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+from helpers import fleet_json, numpy_of, run_in_parts, run_local, same, tiny_settings
 
 from benchmarks.hostile import OWN, TINY, HostileGrid, small_digits
 from piecework.federation.private_mean import PrivateMean
+from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.server_app.rounds import Run
 from piecework.strategies.private_rounds import require_classes
+from piecework.training.answers import AnswerError
 from piecework.training.methods import METHODS
 from piecework.training.parcels import pack, unpack
 from piecework.training.settings import Settings
@@ -31,6 +35,8 @@ SETTINGS = {
 }
 BATCH = {"architecture.norm": "batch", "architecture.batch-norm": "batch"}
 OF_ONE = {"orthdrop": BATCH, "prism": BATCH, "profl": {"fleet": "unlimited"}}
+# The round that is played follows so many others: another part of the model, a map, other channels.
+LATER = {"fedrolex": 1, "profl": 2, "slt": 2, "depthfl": 1}
 FLEETS = {"fedavg": "unlimited", "fedprox": "unlimited", "exclusivefl": "unlimited"}
 
 
@@ -56,7 +62,7 @@ class LyingGrid(HostileGrid):
 
 
 class Target:
-    """A private run whose first round is played again and again, while one client lies in another way."""
+    """A private run, one round of which is played again and again, while one client lies in another way."""
 
     def __init__(self, strategy: str, folder: Path) -> None:
         values: dict[str, Any] = TINY | {"strategy": strategy, "fleet": FLEETS.get(strategy, "demo")}
@@ -67,16 +73,20 @@ class Target:
         self.run = Run(self.grid, settings, RunDir(folder / strategy))
         self.run.prepare_run_dir()
         self.run.wait_for_clients()
+        self.start = LATER.get(strategy, 0)
+        for server_round in range(1, self.start + 1):
+            self.run.one_round(server_round)
         method = self.run.server.method
-        self.first = method.state.to_values(), self.run.arrays, method.kept
+        self.first = deepcopy(method.state.to_values()), self.run.arrays, method.kept
 
     def play(self, lie: str) -> tuple[PrivateMean, dict[str, np.ndarray], dict[str, Any]]:
-        """Play the first round. Returns its mean, the model that it made, and the record."""
+        """Play the round. Returns its mean, the model that it made, and the record."""
         method, server, (values, arrays, kept) = self.run.method, self.run.server, self.first
-        method.state, method.kept, self.run.arrays = type(method.state).from_values(values), kept, arrays
+        method.state = type(method.state).from_values(deepcopy(values))
+        method.kept, self.run.arrays = ArrayRecord(dict(kept)), arrays
         assert server.privacy is not None
         server.privacy.releases, self.grid.lie = 0, lie
-        record = self.run.one_round(1).to_values()
+        record = self.run.one_round(self.start + 1).to_values()
         return server.round.mean, numpy_of(self.run.arrays), record
 
 
@@ -141,6 +151,7 @@ def test_no_figure_of_a_clients_data_is_told_but_how_much_it_went_through(target
             assert not told & {"train-loss", "val-loss", "val-accuracy", "val-examples", "classes"}
 
 
+NO_STATISTICS = {"architecture__batch_norm": "batch", "evaluation__on_clients_every": 0}
 DIGITS: dict[str, Any] = {
     "clients": 20,
     "clients_per_round": 5,
@@ -207,6 +218,49 @@ def test_what_would_break_the_promise_is_refused(what: str, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=f"{what.split(maxsplit=1)[0]}|cannot be private|set the number"):
         run_local(tmp_path, **DIGITS | REFUSED[what])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("strategy", ["heterofl", "prism"])
+def test_the_served_model_does_not_tell_whether_a_client_has_data(strategy: str, tmp_path: Path) -> None:
+    """The only client that trains the widest model, without and with an example: the server plans the same."""
+    fleet = fleet_json(rich=2.0, a=0.4, b=0.4, c=0.4)
+    settings = tiny_settings(
+        strategy=strategy,
+        clients=4,
+        fleet=fleet,
+        privacy__noise_multiplier=1.0,
+        output_dir=str(tmp_path),
+        **NO_STATISTICS,
+    )
+    found = []
+    with LocalGrid(settings.clients, settings.to_run_config(), 1) as grid:
+        for examples in (300, 0):
+            run = Run(grid, settings, RunDir(tmp_path / f"{examples}"))
+            run.registry.wait_for_clients(grid, 30)
+            run.registry.members[0].examples = examples
+            run.method.begin(run.server.resources)
+            found.append((run.method.state.widest, run.method.fitting, run.server.serving.variant))
+    assert found[0] == found[1]
+    assert found[0][0] == 1.0 or strategy == "prism"
+
+
+def test_an_accepted_update_does_not_widen_the_served_model(tmp_path: Path) -> None:
+    target = Target("heterofl", tmp_path)
+    target.run.method.state.widest = 0.125
+    target.first = (target.run.method.state.to_values(), *target.first[1:])
+    target.play("")
+    assert target.run.method.state.widest == 0.125
+
+
+def test_a_client_keeps_its_device_class_in_a_private_run(tmp_path: Path) -> None:
+    target = Target("fedepth", tmp_path)
+    registry, member = target.run.registry, target.run.registry.members[0]
+    registry._check_device(member, 6)
+    for device in ("board-a", "auto"):
+        with pytest.raises(AnswerError, match=f"client 0 has device = '{device}', and began with ''"):
+            registry._check_device(replace(member, device=device), 6)
+    registry.classes = {}
+    registry._check_device(replace(member, device="board-a"), 6)
 
 
 def test_a_device_that_measures_itself_is_refused() -> None:

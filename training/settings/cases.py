@@ -16,6 +16,7 @@ NOT_IN_PRIVATE = {
     "faults.accept-late": "a client would count twice in a round, and in rounds for which it was not drawn",
     "faults.deadline-factor": ON_OTHERS,
     "faults.min-clients": "every round makes a model, and all clients must be known at the start",
+    "messages.max-in-flight": "a slow client would keep others from being asked",
     "heterofl.left-out": "clients whose sub-models are left out would count in what a sum is divided by",
     "evaluation.on-clients-every": "clients do not tell how well a model does on their data",
     "evaluation.mode": "clients do not tell how well a model does on their data",

@@ -30,7 +30,6 @@ import numpy as np
 
 from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
-from piecework.federation.registry import MIN_EXAMPLES
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.channels import Axes, channel_axes
@@ -272,8 +271,7 @@ class HeteroFL(Method):
 
         If no client fits, it is the smallest ratio's.
         """
-        able = [client for client, member in fleet.registry.members.items() if member.examples >= MIN_EXAMPLES]
-        states = [state for client in able for state in fleet.states_of(client)]
+        states = [state for client in fleet.able for state in fleet.states_of(client)]
         levels = [(self.cut.level_of(state), state.allowed_bytes) for state in states]
         fitting = [level for level, allowed in levels if self.cut.needed_bytes(self.cut.sub_model(level)) <= allowed]
         return fitting or [len(self.cut.ratios) - 1]
@@ -311,7 +309,8 @@ class HeteroFL(Method):
             for name in filter(arrays.__contains__, self.cut.last_layer):
                 arrays[name], indices[name] = arrays[name][rows], (np.array(rows), *indices[name][1:])
         current.mean.add(arrays, self.weight(update), indices, self.full)
-        self.state.widest = max(self.state.widest, self.cut.ratios[assignment.config.level])
+        if not self.settings.privacy.on:  # who answered must not show in the width of the served model
+            self.state.widest = max(self.state.widest, self.cut.ratios[assignment.config.level])
 
     @cached_property
     def left_out(self) -> set[int]:
