@@ -64,13 +64,13 @@ def test_the_sum_is_divided_by_who_holds_an_entry_and_not_by_who_answered() -> N
 
 
 def test_entries_that_fewer_hold_have_a_smaller_divisor_and_those_of_nobody_stay() -> None:
-    """Two clients hold the first row, one of them the second as well, and nobody the third."""
+    """Four clients hold the first row, one of them the second as well, and nobody the third."""
     one, two = (np.array([0]), np.array([0])), (np.array([0, 1]), np.array([0]))
     model = a_record(a_w=np.zeros((3, 1), np.float32))
-    mean = a_mean(a_privacy(1e-9), model, ({"a.w": one}, 1), ({"a.w": two}, 1))
+    mean = a_mean(a_privacy(1e-9), model, ({"a.w": one}, 3), ({"a.w": two}, 1))
     mean.add({"a.w": np.array([[0.5], [1.0]], np.float32)}, 1, {"a.w": two}, {"a.w": (3, 1)})
     mean.add({"a.w": np.array([[0.5]], np.float32)}, 1, {"a.w": one}, {"a.w": (3, 1)})
-    assert mean.over("a.w", np.zeros((3, 1), np.float32)).ravel() == pytest.approx([1.0 / (0.5 * 2), 1.0 / 0.5, 0.0])
+    assert mean.over("a.w", np.zeros((3, 1), np.float32)).ravel() == pytest.approx([1.0 / (0.5 * 4), 1.0 / 0.5, 0.0])
 
 
 def test_what_nobody_holds_does_not_move_and_neither_do_counts() -> None:
