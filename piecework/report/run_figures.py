@@ -32,7 +32,7 @@ def draw_curves(rounds: Sequence[Record]) -> Any:
         points = [(r["round"], r[key]) for r in rounds if r[key] is not None]
         if points:
             figure.add_trace(line(points, name, i), row=panel, col=1)
-    figure.update_yaxes(title="accuracy", tickformat="~%", rangemode="nonnegative", row=1)
+    figure.update_yaxes(title="accuracy", tickformat="~%", rangemode="nonnegative", maxallowed=1, row=1)
     figure.update_yaxes(title="loss", rangemode="tozero", row=2)
     return mark_stages(over_rounds(figure, rounds), rounds)
 
