@@ -62,6 +62,8 @@ CLEAR = (  # what an error may begin with: each is this project's own, or Flower
     "FileNotFoundError: the client's store has no ",
     "ValueError: No query function registered with name ",
 )
+# What a well-formed task ends with that nobody can carry out. It names the task, and then what the trainer met.
+IMPOSSIBLE = "TaskError: task "
 MESSAGES = (
     "train",
     "evaluate",
@@ -271,9 +273,10 @@ class Client:
         outside, self.watch.outside = self.watch.outside, []
         assert not outside, f"{where}: {outside[:3]}"
         if reply.has_error():
-            self.came["error"] += 1
-            if not str(reply.error.reason).startswith(CLEAR):
-                self.unclear[f"{where}: {reply.error.reason!s:.200}"] += 1
+            reason = str(reply.error.reason)
+            if not reason.startswith((*CLEAR, IMPOSSIBLE)):
+                self.unclear[f"{where}: {reason:.200}"] += 1
+            self.came["impossible" if reason.startswith(IMPOSSIBLE) else "error"] += 1
             return
         try:
             self.came[read_answer(reply.content).outcome.status] += 1

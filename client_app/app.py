@@ -40,12 +40,17 @@ from piecework.training.answers import TOLD_IN_PRIVATE, Metrics, NodeInfo, Outco
 from piecework.training.memory_cap import ResidentPeak, is_out_of_memory
 from piecework.training.messages import Question, Task, content_bytes
 from piecework.training.methods import find_entry
-from piecework.training.readable import config_of
-from piecework.training.settings import Settings
+from piecework.training.parcels import ParcelError
+from piecework.training.readable import MessageError, config_of
+from piecework.training.settings import Settings, SettingsError
 
 app = ClientApp()
 
 Answer = tuple[Outcome, Metrics, ArrayRecord | None]
+
+
+class TaskError(RuntimeError):
+    """A task that is well-formed and still cannot be carried out, such as one whose arrays are not those of its model."""
 
 
 @app.query("device")
@@ -159,12 +164,15 @@ def query(message: Message, context: Context) -> Message:
     return answer(message, context, work)
 
 
-def too_little(error: Exception, store: Store, client: Client | None) -> Outcome:
-    """Return the outcome of a task that met a full disk or too little memory. Raises any other error."""
+def too_little(error: Exception, store: Store, client: Client | None, task: Task) -> Outcome:
+    """Return the outcome of a task that met a full disk or too little memory. Raises TaskError for any other error."""
     if to_free := what_to_free(store.root, error):
         return Outcome("failed", reason=f"the client's store {store.root} cannot be written: {error}; {to_free}")
-    if not is_out_of_memory(error):
+    if isinstance(error, (MessageError, ParcelError, SettingsError)):
         raise error
+    if not is_out_of_memory(error):
+        what = f"task {task.strategy!r} of round {task.round} cannot be carried out"
+        raise TaskError(f"{what}: {type(error).__name__}: {error}") from error
     allowed = client.allowed if client is not None else 0
     return Outcome("memory", 0, allowed, f"the device ran out of memory: {type(error).__name__}: {error}")
 
@@ -207,7 +215,7 @@ def answer(message: Message, context: Context, work: Callable[[Client, Task], An
         except (NoAcceleratorError, DatasetError) as error:
             outcome = Outcome("failed", reason=str(error))
         except Exception as error:
-            outcome = too_little(error, store, client)
+            outcome = too_little(error, store, client, task)
         if client is not None:
             metrics |= {"budget": client.budget, "measured-peak": client.cap.peak_bytes}
             metrics |= {"gpu-peak": client.cap.gpu_peak_bytes}

@@ -1,10 +1,12 @@
 """Changed messages to a client and changed files, the short form of `benchmarks.fuzz`: a clear error, or success."""
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.app import Array
 
 from benchmarks.fuzz_files import KINDS, Reader, World
 from benchmarks.fuzz_messages import Client, HangError, Watch, limit
@@ -14,6 +16,7 @@ from piecework.server_app.experiment import open_run
 from piecework.server_app.records import CheckpointError
 from piecework.training.messages import Task
 from piecework.training.methods import find_entry
+from piecework.training.parcels import pack, unpack
 
 MESSAGES, FILES = 100, 12  # to each system, of each kind
 
@@ -36,6 +39,16 @@ def test_a_client_answers_every_message_and_true_ones_as_before(strategy: str, t
     assert not client.unclear
     assert client.came["ok"] > 0
     assert client.came["error"] > 0
+
+
+def test_an_impossible_task_is_named(tmp_path: Path, watch: Watch) -> None:
+    client = Client("fedpm", tmp_path, watch)
+    message = next(each for each in map(pickle.loads, client.true) if each.metadata.message_type == "train")
+    arrays = unpack(message.content.array_records["arrays"])
+    wrong = {name: Array(np.full_like(array.numpy(), np.nan)) for name, array in arrays.items()}  # no probabilities
+    message.content["arrays"] = pack(wrong.items())
+    said = client.answer(message).error.reason
+    assert said.startswith("TaskError: task 'fedpm' of round 1 cannot be carried out: "), said
 
 
 def test_harm_of_a_message_is_seen(tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
