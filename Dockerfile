@@ -2,10 +2,10 @@
 #
 #   docker build -t piecework .
 #
-# Where wheels come from (docs/containers.md):
+# Where wheels come from (docs/howto/containers.md):
 #   PIECEWORK_TORCH   what is installed as torch; it must be a CPU build
 #   PIP_OPTIONS       options for pip, --index-url, --find-links, ...: with them pip installs torch too, and nothing else is asked
-#   PIECEWORK_EXTRAS  extras of Piecework, separated by commas: simulation for a node of a Ray cluster (docs/cluster.md)
+#   PIECEWORK_EXTRAS  extras of Piecework, separated by commas: simulation for a node of a Ray cluster (docs/howto/cluster.md)
 #   BASE              a Debian or Ubuntu image with Python 3.11 or newer, its venv module and pip
 ARG BASE=python:3.11-slim-bookworm
 

@@ -11,7 +11,7 @@ TORCH_OPTIONS := $(if $(TORCH),--torch-backend='$(TORCH)' --reinstall-package to
 # Without compiled modules every process compiles torch again, which doubles the time of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup same-torch demo test check tables defaults clean
+.PHONY: setup same-torch demo test check docs tables defaults clean
 
 setup: same-torch $(STAMP)
 
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml | same-torch
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Piecework needs Python 3.11 or newer; this is " + sys.version.split()[0] + " (set PYTHON=...)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import uv' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python $(TORCH_OPTIONS) --editable '.[simulation,data,table,hub,report,attacks,onnx,privacy,dev]'
+	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python $(TORCH_OPTIONS) --editable '.[simulation,data,table,hub,report,attacks,onnx,privacy,docs,dev]'
 	$(BIN)/piecework plan >/dev/null
 	@echo '$(TORCH)' >$@
 
@@ -39,6 +39,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Builds the site into docs/_build/html, and fails for any warning: a link to nowhere, a name that is not there.
+docs: setup
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder dirhtml docs docs/_build/html
 
 # Writes the defaults that training/settings declares into pyproject.toml.
 defaults: setup

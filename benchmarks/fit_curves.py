@@ -1,6 +1,6 @@
 """Draw memory against time for three kinds of storage: whole models with `memory.fit`, and the same models cut by systems.
 
-    python -m benchmarks.fit_curves docs/fit.svg [--models preresnet20,resnet18] [--batch 32] [--flops 8e9]
+    python -m benchmarks.fit_curves docs/pictures/fit.svg [--models preresnet20,resnet18] [--batch 32] [--flops 8e9]
 
 A curve has the steps that devices with less and less memory take with `memory.fit = auto`: the fastest that fits. A point is a
 system that cuts the model as finely as it can: the largest piece's bytes, and the time of a step of every piece, of the forward

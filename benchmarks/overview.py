@@ -1,6 +1,6 @@
 """Draw the README's picture of the demo: what each kind of board trains, and how much memory that takes.
 
-    python -m benchmarks.overview docs/overview.svg docs/overview.png
+    python -m benchmarks.overview docs/pictures/overview.svg docs/pictures/overview.png
 
 The plan of the demo's settings gives pieces, bytes and budgets. The same drawing is written into each file, in the format that
 the file's name ends in.

@@ -3,11 +3,11 @@
     python -m benchmarks.scaling [--nodes 1,2,4] [--quota 0.35] [--head-quota 0.4] [--clients-per-node 8] [--images 600]
                                  [--epochs 1,5] [--rounds 5] [--set KEY=VALUE] [--image piecework-cluster] [--json]
 
-The nodes are containers of docker-compose.cluster.yml, whose image must be there (docs/cluster.md): a head with the run and no
-client, and workers with one client at a time. Each has as much of a processor as its quota says, so that they do not take each
-other's where the machine has more than the sum. Each client has random images of 28x28; by default the model is LeNet-5
-(1.7 MB) and the system FedAvg, with batches of 64. A round asks so many clients of each node. The quotas hold from the second
-round on, so that a cluster starts soon, and the first two rounds are left out.
+The nodes are containers of docker-compose.cluster.yml, whose image must be there (docs/howto/cluster.md): a head with the run
+and no client, and workers with one client at a time. Each has as much of a processor as its quota says, so that they do not
+take each other's where the machine has more than the sum. Each client has random images of 28x28; by default the model is
+LeNet-5 (1.7 MB) and the system FedAvg, with batches of 64. A round asks so many clients of each node. The quotas hold from
+the second round on, so that a cluster starts soon, and the first two rounds are left out.
 
 A round has the same work for each node, so its seconds ought to stay the same: `efficiency` is the first number of nodes' round
 divided by it. The seconds of a node's round, in the mean of nodes and rounds, are:

@@ -16,7 +16,7 @@ FEDPROPHET = Capabilities(
 )
 HETEROFL = Capabilities(attack="optional", adapts=True, evaluates="as trained", norms="static", private=True)
 # Where clients train sub-models, or blocks after others that are random or have just been trained, the statistics kept in
-# training are not those of the evaluated model. With FedDF they cost 2 points of accuracy (docs/batch-norm.md).
+# training are not those of the evaluated model. With FedDF they cost 2 points of accuracy (docs/howto/batch-norm.md).
 NARROW = replace(HETEROFL, norms="measured")
 LOW_RANK = replace(NARROW, rotates=True, zeroed=True, evaluates="whole", other_norms=False)
 FEDDF = Capabilities(

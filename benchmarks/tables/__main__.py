@@ -1,4 +1,4 @@
-"""Write docs/tables.md: the papers' tables beside what Piecework computes.
+"""Write docs/results/papers.md: the papers' tables beside what Piecework computes.
 
     python -m benchmarks.tables [--check]
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from benchmarks.tables import fedepth, fedprophet, presets, prism, profl, sizes, spafl
 from benchmarks.tables.shared import section
 
-TABLES = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
+TABLES = Path(__file__).resolve().parents[2] / "docs" / "results" / "papers.md"
 SECTIONS = (sizes, fedprophet, fedepth, prism, profl, spafl, presets)
 
 
 def document() -> str:
-    """Return the text of docs/tables.md."""
+    """Return the text of docs/results/papers.md."""
     head = section(
         "Written by `python -m benchmarks.tables` (`make tables`). Do not edit: `--check` and a test compare it.",
         "# The papers' tables beside ours",

@@ -117,7 +117,9 @@ def certs(
         for file in made:
             table.add_row(file.file, file.done, file.until, ", ".join(file.names))
         out.print(table)
-        out.print("ca.crt goes to every device, nodes/node-I.* to node I only; ca.key stays here (docs/security.md)")
+        out.print(
+            "ca.crt goes to every device, nodes/node-I.* to node I only; ca.key stays here (docs/howto/security.md)"
+        )
 
 
 @commands.command()

@@ -72,8 +72,24 @@ def settings(
 
 
 @lists.command()
-def strategies(as_json: Json = False) -> None:
-    """List the systems that can train: the method, paper and requirements of each."""
+def strategies(
+    name: Annotated[str, typer.Argument(help="a system, to print its card; empty lists all")] = "",
+    as_json: Json = False,
+) -> None:
+    """List the systems that can train: the method, paper and requirements of each. With a name, print the card of one."""
+    from rich.markdown import Markdown
+
+    from piecework.commands.card import write_card
     from piecework.commands.strategies_list import strategy_rows, strategy_table
 
-    show(strategy_rows, strategy_table, "run one: piecework run --strategy NAME", as_json=as_json)
+    if name:
+        with user_errors(as_json):
+            card = write_card(name)
+            print(json.dumps({"strategy": name, "card": card})) if as_json else out.print(Markdown(card))
+        return
+    show(
+        strategy_rows,
+        strategy_table,
+        "one in detail: piecework strategies NAME; run it: piecework run --strategy NAME",
+        as_json=as_json,
+    )

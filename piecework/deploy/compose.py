@@ -20,13 +20,13 @@ from piecework.training.setup import blueprint_of_shape
 
 CPUS = 1.0  # if the profile has no figure
 AUTHORITY = "/certs/ca.crt"  # in the containers
-FLOOR = "320MB"  # of a client, before it trains: docs/containers.md has the measurement
+FLOOR = "320MB"  # of a client, before it trains: docs/howto/containers.md has the measurement
 NAME = re.compile(r"[\w .()+-]+")  # of a device, as it can stand in a node-config inside YAML
 
 HEAD = """\
 # {what} Made by
 {command}
-# docs/containers.md says how to use it.
+# docs/howto/containers.md says how to use it.
 """
 
 BASE = """\

@@ -27,7 +27,7 @@ from piecework.server_app.signals import HANGUP, block_signals
 
 EXPOSED = (
     "this system does not tell whose a local connection is: while the run lasts, every user of this machine can start apps as "
-    "you, through the SuperLink on 127.0.0.1. With other users on it, use the engine local (docs/security.md)"
+    "you, through the SuperLink on 127.0.0.1. With other users on it, use the engine local (docs/howto/security.md)"
 )
 START_SECONDS = 180.0  # the first start after an installation compiles all of Flower, on a loaded machine in minutes
 LOG = logging.getLogger("piecework")

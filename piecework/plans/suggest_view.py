@@ -13,7 +13,7 @@ from piecework.plans.plan_view import columns
 COLUMNS = ("strategy", "take part", "each", "together", "bytes", "time", "notes")
 LEGEND = (
     "take part: of the clients; each, together: the part of the model that a client trains, and all of them; bytes and time "
-    "are those of a round. With memory.fit: a step of the whole model that takes less memory (docs/memory.md)."
+    "are those of a round. With memory.fit: a step of the whole model that takes less memory (docs/howto/memory.md)."
 )
 NO_ORDER = "The other systems, {training} training, by name: the order claims nothing."
 

@@ -95,11 +95,14 @@ def test_the_picture_in_the_readme_is_the_demos_plan(said: Say, tmp_path: Path) 
     files = [tmp_path / f"overview.{ending}" for ending in ("svg", "png")]
     said("overview", *map(str, files))
     drawn, shown = (
-        re.findall(r"<text[^>]*>([^<]*)", path.read_text("utf-8")) for path in (files[0], DOCS / "overview.svg")
+        re.findall(r"<text[^>]*>([^<]*)", path.read_text("utf-8"))
+        for path in (files[0], DOCS / "pictures/overview.svg")
     )
     assert drawn == shown
     assert {"conv1", "conv5", "head", "board-a", "board-d", "1..4"} <= set(drawn)
-    sizes = [int.from_bytes(path.read_bytes()[16:24]) for path in (files[1], DOCS / "overview.png")]  # width and height
+    sizes = [
+        int.from_bytes(path.read_bytes()[16:24]) for path in (files[1], DOCS / "pictures/overview.png")
+    ]  # width and height
     assert sizes[0] == sizes[1]
 
 

@@ -1,4 +1,4 @@
-"""Units and docs/boards.md: what they must say, that Flower and our command line take their options, and systemd the files."""
+"""Units and docs/howto/boards.md: what they must say, and that Flower, our command line and systemd take them."""
 
 import configparser
 import re
@@ -109,7 +109,7 @@ def test_flower_takes_the_options() -> None:
 
 
 def test_the_commands_of_the_page_are_taken() -> None:
-    text = (ROOT / "docs" / "boards.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    text = (ROOT / "docs" / "howto" / "boards.md").read_text(encoding="utf-8").replace("\\\n", " ")
     # in blocks and, with options, in sentences
     lines = re.findall(r"^    .*?\bpiecework ([a-z].*)$", text, re.MULTILINE) + re.findall(
         r"`piecework ([^`]* --[^`]*)`", text

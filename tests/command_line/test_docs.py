@@ -33,22 +33,26 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_plans_in_the_documents_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = ("fedavg", "fedepth")  # advice plans every system; these decide what it recommends
     monkeypatch.setattr("piecework.plans.suggest.METHODS", {name: METHODS[name] for name in few})
-    text = "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/plan.md", "docs/memory.md"))
+    text = "".join(
+        (ROOT / name).read_text("utf-8") for name in ("README.md", "docs/howto/plan.md", "docs/howto/memory.md")
+    )
     commands = re.findall(r"^    piecework plan(.*)$", text.replace("\\\n", " "), re.MULTILINE)
     assert len(commands) == 8
     for command in {" ".join(command.split("#")[0].split()) for command in commands}:
-        options = shlex.split(command.replace("docs/plan.svg", str(tmp_path / "plan.svg")))
+        options = shlex.split(command.replace("docs/pictures/plan.svg", str(tmp_path / "plan.svg")))
         done = CliRunner().invoke(app, ["plan", *options])
         assert done.exit_code == 0, (command, done.stderr)
         if "--suggest" in options:
             said = [line.strip() for line in done.stdout.splitlines()[:4]]
-            assert all(line in (ROOT / "docs/plan.md").read_text("utf-8") for line in said), said
+            assert all(line in (ROOT / "docs/howto/plan.md").read_text("utf-8") for line in said), said
             assert said[0].startswith("Use fedavg with memory.fit.")
     assert (tmp_path / "plan.svg").stat().st_size > 10_000
 
 
 def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
-    mine, devices = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "plan.md").read_text("utf-8"), re.DOTALL)
+    mine, devices = re.findall(
+        r"```toml\n(.*?)```", (ROOT / "docs" / "howto" / "plan.md").read_text("utf-8"), re.DOTALL
+    )
     (tmp_path / "mine.toml").write_text(mine, encoding="utf-8")
     fleet = load_fleet(str(tmp_path / "mine.toml"))
     assert len(fleet.devices) == 7
@@ -64,12 +68,12 @@ PROX = "my_prox:Prox"
 
 def python_blocks(name: str) -> list[tuple[str, str]]:
     """The code blocks of both pages that begin with a comment like this name, by the part of it in brackets."""
-    text = "".join((ROOT / "docs" / page).read_text("utf-8") for page in ("extend.md", "models.md", "python.md"))
+    text = "".join(page.read_text("utf-8") for page in sorted((ROOT / "docs").rglob("*.md")))
     return re.findall(rf"```(?:python|toml)\n# {name}\n(.*?)```", text, re.DOTALL)
 
 
 def own_method() -> str:
-    """The method that docs/extend.md shows and `piecework new` writes, as a module with another name."""
+    """The method that docs/howto/extend.md shows and `piecework new` writes, as a module with another name."""
     code = (TEMPLATE / "my_app" / "method.py").read_text("utf-8")
     ((_, shown),) = python_blocks(r"(my_app/method\.py)")
     assert code.endswith(shown)
@@ -78,7 +82,7 @@ def own_method() -> str:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the files of docs/extend.md, docs/models.md and docs/python.md, of which the modules can be imported."""
+    """A folder with the Python files that the documents show, of which the modules can be imported."""
     folder = tmp_path_factory.mktemp("page")
     for name, code in [*python_blocks(r"(\w+\.(?:py|toml))"), ("my_prox.py", own_method())]:
         (folder / name).write_text(code, encoding="utf-8")
@@ -304,7 +308,7 @@ def test_the_documents_name_the_versions_of_flower_that_are_allowed() -> None:
     allowed = [next(each for each in project["dependencies"] if each.startswith("flwr"))]
     allowed += project["optional-dependencies"]["simulation"]
     (named,) = re.findall(
-        r"\| Flower ([\d.]+) or ([\d.]+), the same minor", (ROOT / "docs" / "boards.md").read_text("utf-8")
+        r"\| Flower ([\d.]+) or ([\d.]+), the same minor", (ROOT / "docs" / "howto" / "boards.md").read_text("utf-8")
     )
     first, last = ([int(number) for number in version.split(".")] for version in named)
     assert allowed == [f"{package}>=1.{first[1]},<1.{last[1] + 1}" for package in ("flwr", "flwr[simulation]")]

@@ -1,4 +1,4 @@
-"""Which preset runs which row of the papers' result tables and figures, by `piecework presets --paper` and docs/tables.md.
+"""Which preset runs which row of the papers' result tables and figures: `piecework presets --paper`, docs/results/papers.md.
 
 EXPECTED was written down from the papers, independently of presets and of conf/papers/rows.toml. Tables of settings
 (FedProphet 5 and 6, PriSM 6 to 12, SpaFL 4 and 5) and drawings of the methods have no results, and are not in it.

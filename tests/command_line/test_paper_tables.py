@@ -1,4 +1,4 @@
-"""The papers' tables: what they print, by the rules and memory-models of `piecework plan`, and docs/tables.md."""
+"""The papers' tables: what they print, by the rules and memory-models of `piecework plan`, and docs/results/papers.md."""
 
 from typing import Any
 

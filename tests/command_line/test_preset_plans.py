@@ -136,7 +136,7 @@ def test_a_header_says_what_it_runs_and_how_long_that_takes(name: str) -> None:
     assert f" piecework run --preset {name} " in f"{top.text} "
     assert re.fullmatch(
         r"(FedProphet|FeDepth|ProFL|PriSM|SpaFL)'s (Tables? \d+( and \d+)?, row .+|Figure \d+, .+)"
-        r"|our own (comparison|example)(, after .+)? \(docs/[\w-]+\.md\)",
+        r"|our own (comparison|example)(, after .+)? \(docs/[\w/-]+\.md\)",
         top.runs,
     )
     assert re.fullmatch(

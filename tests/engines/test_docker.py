@@ -2,7 +2,7 @@
 
     python -m pytest -m docker tests/engines/test_docker.py
 
-Needs a Docker engine, docker-compose 1.29 or Compose v2, and what the image's build needs (docs/containers.md): its build
+Needs a Docker engine, docker-compose 1.29 or Compose v2, and what the image's build needs (docs/howto/containers.md): its build
 arguments are taken from the environment. Prints a line a scenario. A container that is stopped by `docker kill` stays down
 until it is started: Docker restarts only what ended by itself.
 """

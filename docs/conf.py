@@ -1,0 +1,43 @@
+"""The site of the documents: `make docs` builds it into docs/_build, and fails for a warning.
+
+The pages of the systems, and the lists of commands and settings, are written from the program before the site is built.
+"""
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+import piecework  # noqa: E402
+from benchmarks.site import write_pages  # noqa: E402
+
+write_pages(DOCS)
+
+project = "Piecework"
+author = "The Piecework developers"
+project_copyright = author
+version = release = piecework.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|nn|pandas|numpy|collections|pathlib)\..*"),  # not of this site
+    (
+        "py:.*",
+        r"piecework\.[a-z].*|TrainedModel|Scores|Exported|StudyStatus|Table|Group",
+    ),  # annotations, by their short names
+]
+highlight_language = "none"  # of blocks of commands
+
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+
+html_theme = "furo"
+html_title = "Piecework"
+html_show_sphinx = False
+html_copy_source = False
+html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
