@@ -31,7 +31,7 @@ FAMILIES = {
 INTRODUCTION = """Each page has the idea in a picture, the equations, settings to begin with, what to expect, and where the
 system differs from its paper. `piecework strategies NAME` prints the same. Which system suits your devices is what
 [`piecework plan --suggest`](../howto/plan.md) says."""
-HINT = "<!-- Written by `python -m benchmarks.site`. -->\n\n"
+HINT = "<!-- Written by `python -m benchmarks.site docs`. -->\n\n"
 
 
 def write_pages(docs: Path) -> None:

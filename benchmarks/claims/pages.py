@@ -46,7 +46,7 @@ def document(claim: Claim, records: Records, found: Found) -> str:
     ]
     blocks = [
         f"Written by `{COMMAND} table {claim.name}` from [{claim.name}.json]({claim.name}.json) and\n"
-        f"[the definition](../../benchmarks/claims/{claim.name}.toml). Do not edit: a test compares it.",
+        f"`benchmarks/claims/{claim.name}.toml`. Do not edit: a test compares it.",
         f"# {claim.title}",
         claim.question.strip(),
         f"**What is claimed.** {claim.paper.strip()}",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from document_helpers import pages
 from helpers import TRIO, clients_of, fleet_json, run_local
 from typer.testing import CliRunner
 
@@ -68,7 +69,7 @@ PROX = "my_prox:Prox"
 
 def python_blocks(name: str) -> list[tuple[str, str]]:
     """The code blocks of both pages that begin with a comment like this name, by the part of it in brackets."""
-    text = "".join(page.read_text("utf-8") for page in sorted((ROOT / "docs").rglob("*.md")))
+    text = "".join(page.read_text("utf-8") for page in pages())
     return re.findall(rf"```(?:python|toml)\n# {name}\n(.*?)```", text, re.DOTALL)
 
 

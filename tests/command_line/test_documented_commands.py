@@ -1,4 +1,4 @@
-"""Every command in README and docs/ is one that the command line takes, with settings that the chosen system uses."""
+"""Every command in the documents is one that the command line takes, with settings that the chosen system uses."""
 
 import ast
 import importlib
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from document_helpers import pages
 
 from piecework.cli import app
 from piecework.commands.base import SHORTHANDS
@@ -17,7 +18,7 @@ from piecework.commands.options import Scalars, connection_to, settings_from
 from piecework.engines.processes import Connection
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = pages()
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 # What a reader puts in: a run, a folder, a number; a run's settings are known only where it lies.
 PLACEHOLDER = re.compile(r"(resume-from=runs/NAME|[a-z.-]+=(NAME|KIND|W)|FLAGS|\.+)")
