@@ -3,13 +3,18 @@
 The pages of the systems, and the lists of commands and settings, are written from the program before the site is built.
 """
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
+
+from docutils import nodes
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
 import piecework  # noqa: E402
+from benchmarks.docs import RECORDS, beside  # noqa: E402
 from benchmarks.site import write_pages  # noqa: E402
 
 write_pages(DOCS)
@@ -41,3 +46,16 @@ html_title = "Piecework"
 html_show_sphinx = False
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
+
+
+def add_last_runs(_: Any, document: nodes.document) -> None:
+    """Add a sentence below each block of commands that take long: when they were last run."""
+    records = json.loads(RECORDS.read_text("utf-8"))
+    for block in list(document.findall(nodes.literal_block)):
+        if said := beside(block.astext(), records):
+            block.parent.insert(block.parent.index(block) + 1, nodes.paragraph("", "", nodes.emphasis("", said)))
+
+
+def setup(app: Any) -> None:
+    """Register what Sphinx calls."""
+    app.connect("doctree-read", add_last_runs)

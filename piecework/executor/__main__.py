@@ -10,7 +10,7 @@ from flwr.supercore import log
 from piecework.executor.fork_server import Executor
 from piecework.executor.tasks import import_poller
 
-IDLE_SECONDS = 30.0  # what it costs, and what it saves: docs/results/index.md
+IDLE_SECONDS = 30.0  # what it costs, and what it saves: docs/results/speed.md
 
 
 def main() -> int:

@@ -14,41 +14,10 @@ from statistics import median
 import pytest
 
 import piecework
+from benchmarks.house import FOLDERS, files_of, imported
 from piecework.training.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
-# From the ground up: a folder imports what stands before it, and nothing that stands behind it.
-FOLDERS = (
-    *("device_profiles", "federated_data", "models", "training", "planning"),
-    *("client_app", "federation", "strategies", "server_app", "piecework"),
-)
-
-
-def imported(file: Path) -> Iterator[str]:
-    """The folders of this repository that a file imports anywhere in it, for type checkers too; `piecework` is its top."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module == "piecework":
-            names = [f"piecework.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        for name in names:
-            top, _, rest = name.partition(".")
-            if top == "piecework":
-                folder = rest.partition(".")[0]
-                yield folder if folder in FOLDERS else top
-
-
-def files_of(folder: str) -> list[Path]:
-    """The folder's own files; `piecework` has links to all others, which are not followed."""
-    files = [
-        path for path in (ROOT / folder).rglob("*.py") if not set(path.relative_to(ROOT).parts[1:-1]) & set(FOLDERS)
-    ]
-    # `piecework.load` is handed through from the models; it imports them when it is called
-    return sorted(path for path in files if path != ROOT / "piecework" / "__init__.py")
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -30,7 +30,7 @@ def test_a_word_chooses() -> None:
     assert shown.splitlines()[0].startswith("m-fedepth-fmnist-fair  ")
     assert [line.strip() for line in shown.splitlines()[1:3]] == [
         "m-FeDepth (own heads) beside fedepth-fmnist-fair",
-        "our own comparison, after FeDepth's Table 2 (docs/results/index.md)",
+        "our own comparison, after FeDepth's Table 2 (docs/results/accuracy.md)",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The README's tables say where things are; this holds them to the code."""
+"""The tables of CONTRIBUTING.md say where things are; this holds them to the code."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "README.md").read_text("utf-8").splitlines()
+    for line in (ROOT / "CONTRIBUTING.md").read_text("utf-8").splitlines()
     if line.startswith("| ")
 ]
 PLACE = re.compile(r"`([\w.]+)` in \[`([\w/.]+)`\]\(([\w/.]+)\)")

@@ -1,0 +1,121 @@
+"""The site: it is built without a warning, and a reader's words lead to the page that answers them."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from document_helpers import ROOT, pages
+
+from benchmarks.docs import RECORDS, beside, commands_of, run_in, why_not
+from benchmarks.site import write_pages
+from piecework.training.methods import METHODS
+
+PAGE = """
+# A page
+
+    piecework plan        # a comment
+    piecework run \\
+        --rounds 1
+    accuracy 97 %
+
+```python
+piecework run --rounds 2
+```
+
+```
+piecework devices
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sphinx")
+    folder = tmp_path_factory.mktemp("site")
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "--builder", "dirhtml", "-d", str(folder / "trees")]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(folder / "html")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        (("own", "model"), "tutorials/model"),
+        (("60mb", "resnet18"), "howto/"),
+        (("fedprophet", "epsilon"), "systems/fedprophet"),
+        (("resume",), "howto/"),
+        (("join", "cluster"), "howto/cluster"),
+        (("eight", "boards", "512"), "howto/"),
+    ],
+)
+def test_a_readers_words_lead_to_a_page(words: tuple[str, ...], page: str, site: Path) -> None:
+    """As the site's search does: of each word, the pages that have it in their text or title."""
+    index = json.loads(re.fullmatch(r"Search\.setIndex\((.*)\)", (site / "searchindex.js").read_text("utf-8"))[1])  # type: ignore[index]
+    places = []
+    for word in words:
+        found = [index[kind].get(term, []) for kind in ("terms", "titleterms") for term in stems(word, index[kind])]
+        places.append({at for each in found for at in (each if isinstance(each, list) else [each])})
+    named = {index["docnames"][at] for at in set.intersection(*places)}
+    assert any(name.startswith(page) for name in named), named
+
+
+def stems(word: str, terms: dict[str, object]) -> list[str]:
+    """The terms of the index that may stand for a word: it is cut to a stem there, which begins as the word does."""
+    return [term for term in terms if word.startswith(term) and len(term) >= min(len(word), max(3, len(word) - 3))]
+
+
+def test_each_system_has_a_page_and_pages_are_written_once(site: Path, tmp_path: Path) -> None:
+    assert {path.name for path in (site / "systems").iterdir() if path.is_dir()} == {*METHODS}
+    for _ in range(2):
+        write_pages(tmp_path)
+        times = [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.md"))]
+        write_pages(tmp_path)
+        assert [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.md"))] == times
+    settings = (tmp_path / "reference" / "settings.md").read_text("utf-8")
+    assert "| `training.lr` | `0.1`; " in settings
+    assert "## `piecework resume" not in (commands := (tmp_path / "reference" / "commands.md").read_text("utf-8"))
+    assert "| `--picture` | draw memory against budgets: .svg, .png or .pdf |" in commands
+
+
+def test_the_commands_of_a_page() -> None:
+    assert commands_of(PAGE) == ["piecework plan", "piecework run --rounds 1", "piecework devices"]
+
+
+def test_what_comes_of_a_command(tmp_path: Path) -> None:
+    program = "import sys, time; print('NAME'); time.sleep({}); sys.exit({})"
+    done, failed, begun = (
+        run_in(tmp_path, f'python -c "{program.format(*each)}"', 5) for each in ((0, 0), (0, 3), (60, 0))
+    )
+    assert (done["outcome"], failed["outcome"], begun["outcome"]) == ("done", "failed", "begun")
+    assert (done["said"], failed["said"]) == ("", "demo\n")
+
+
+def test_the_sentence_below_a_block() -> None:
+    record = {"outcome": "done", "seconds": 97.4, "date": "2026-11-27", "commit": "abc"}
+    records = {"piecework plan": record, "piecework devices": record | {"seconds": 2.0}}
+    assert beside("piecework devices", records) == ""
+    assert (
+        beside("piecework plan   # as above\npiecework devices", records)
+        == "Last run on 2026-11-27 at commit abc (97 s)."
+    )
+    begun = {"piecework plan": record | {"outcome": "begun"}}
+    assert beside("piecework plan", begun) == "Last run on 2026-11-27 at commit abc (begun only)."
+
+
+def test_every_command_was_run_or_has_a_reason() -> None:
+    records = json.loads(RECORDS.read_text("utf-8"))
+    found = {each: page.name for page in pages() for each in commands_of(page.read_text("utf-8"))}
+    assert len(found) > 100
+    missing = {f"{page}: {each}" for each, page in found.items() if not why_not(each) and each not in records}
+    assert not missing, "python -m benchmarks.docs run"
+    assert not [each for each, record in records.items() if record["outcome"] == "failed"]
+    assert not [each for each in records if each not in found], "no page has these any more"
