@@ -53,7 +53,6 @@ OURS = {
     r"=W$": "=0.5",
 }
 FILES = ("my-boards.toml", "mine.toml", "shelf.toml", "fleet.toml")
-FLEET = '[[devices]]\nname = "board"\ncount = 4\nmemory = "2MB"\nflops = 1e9\n'
 LONG = 10.0  # seconds
 
 
@@ -90,7 +89,7 @@ def prepare(folder: Path) -> None:
         (folder / name).write_text(code, encoding="utf-8")
     for name in FILES:
         if not (folder / name).exists():
-            (folder / name).write_text(FLEET, encoding="utf-8")
+            shutil.copy(ROOT / "device_profiles" / "fleets" / "boards.toml", folder / name)
     (folder / "docs" / "pictures").mkdir(parents=True)
     if (folder / "my_data.py").exists():
         run_in(folder, "python my_data.py", 60)

@@ -6,6 +6,7 @@
 """
 
 import argparse
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ FAMILIES = {
 INTRODUCTION = """Each page has the idea in a picture, the equations, settings to begin with, what to expect, and where the
 system differs from its paper. `piecework strategies NAME` prints the same. Which system suits your devices is what
 [`piecework plan --suggest`](../howto/plan.md) says."""
+OF_CODE = re.compile(r"\]\((\.\./)+docs/")  # a card's links to documents, from the folder of its code
 HINT = "<!-- Written by `python -m benchmarks.site docs`. -->\n\n"
 
 
@@ -62,7 +64,7 @@ def index_page() -> str:
 
 def system_page(name: str, docs: Path) -> str:
     """Return the page of a system: its card, with its picture after the first section."""
-    title, _, rest = write_card(name).partition("\n\n")
+    title, _, rest = OF_CODE.sub("](../", write_card(name)).partition("\n\n")
     picture = f"../pictures/systems/{name}.svg"
     if not (docs / "systems" / picture).is_file():
         return f"{title}\n\n{rest}"

@@ -3,8 +3,9 @@
 FedHM (Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", 2021,
 https://arxiv.org/abs/2111.14655) chooses kernels in this way. A client of keep ratio c has ceil(c R) of a layer's R kernels,
 those with the largest singular values, with all their output channels. The rest is as in PriSM (its authors' code): decay by
-Eq. 6, averaging kernel by kernel, and a decomposition of the mean in every round. Kernels below the top stay in the server's
-model and are never trained (FedHM drops them).
+Eq. 6, averaging kernel by kernel, and a decomposition of the mean in every round.
+
+Where it differs from the paper: kernels below the top stay in the server's model and are never trained; FedHM drops them.
 """
 
 from collections.abc import Mapping

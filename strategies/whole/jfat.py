@@ -5,9 +5,10 @@ Every client trains the whole model on adversarial examples (FedProphet's Eq. 2)
 FedProphet with one module. A device that is short of memory swaps, which costs simulated time (FedProphet's clock) but no
 accuracy. Budgets are therefore not enforced, and jFAT runs only on emulated budgets.
 
-The model of the run is that of the round with the best C + 1.5 A, as in the code of FedProphet's authors, where C and A are the
-clean and adversarial accuracy on the clients' validation data. The run ends when this score has not risen for
-`fedprophet.stage-patience` rounds. `fedprophet.r-min`, `fedprophet.apa` and `fedprophet.dma` have no effect here.
+Where it differs from the paper: the model of the run is that of the round with the best C + 1.5 A, as in the code of
+FedProphet's authors, where C and A are the clean and adversarial accuracy on the clients' validation data. The run ends when
+this score has not risen for `fedprophet.stage-patience` rounds. `fedprophet.r-min`, `fedprophet.apa` and `fedprophet.dma` have
+no effect here.
 """
 
 from functools import cached_property

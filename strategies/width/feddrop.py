@@ -7,8 +7,10 @@ Constrained Devices", IEEE Wireless Communications Letters 2022, https://arxiv.o
 
 FedDrop differs from HeteroFL in three ways. The channels of a sub-model are drawn uniformly, again for every client and round;
 channels that a residual sum joins are drawn together. The loss has no class mask, so every client trains the rows of all
-classes. Channels are rounded down, as in the code of FedProphet's authors. As in dropout, the outputs of layers are divided by
+classes. As in dropout, the outputs of layers are divided by
 the fraction of their inputs that is kept (`heterofl.scaler`).
+
+Where it differs from the paper: channels are rounded down, as in the code of FedProphet's authors.
 """
 
 from piecework.models.width import Select, draw_channels

@@ -11,8 +11,8 @@ With `depthfl.feddyn-alpha` a > 0, the server uses FedDyn, as in the paper: h <-
 are the round's clients that trained the array and m is the number of all clients; then theta <- mean of theta_k - h / a. This
 is off by default, because ProFL's comparison uses plain averaging.
 
-Ours: the blocks are those of ProFL (runs of equal channels), so that both are compared on the same cuts. Classifiers that no
-client has trained yet are not part of the prediction.
+Where it differs from the paper: FedDyn is off by default. The blocks are those of ProFL (runs of equal channels), so that both
+are compared on the same cuts. Classifiers that no client has trained yet are not part of the prediction.
 """
 
 from collections import Counter

@@ -15,13 +15,13 @@ Aggregation (line 7) is W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, where p_k i
 client cuts the model by its own budget. The server sends the memory costs that this cut looks up, each from one training step
 on fake tensors.
 
-Ours, where the paper is silent: blocks that a client has to skip are neither uploaded nor averaged (`fedepth.partial-training
-= dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are averaged with it. A client whose
-budget exceeds the whole model's memory by enough for every block, but not for two whole models, trains a second model
-depth-wise, and both teach each other. `memory.tolerance` is no surplus: a budget of r = 1 (Fair, Lack) trains one model. The
-second model learns from the logits of the received one, and then the whole model from the logits of the second one. The paper
-(results of surplus budgets, r = 7/6) does not say when they teach each other. One after the other, they take no more memory
-than the whole model alone.
+Where it differs from the paper: where it is silent, blocks that a client has to skip are neither uploaded nor averaged
+(`fedepth.partial-training = dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are
+averaged with it. A client whose budget exceeds the whole model's memory by enough for every block, but not for two whole
+models, trains a second model depth-wise, and both teach each other. `memory.tolerance` is no surplus: a budget of r = 1 (Fair,
+Lack) trains one model. The second model learns from the logits of the received one, and then the whole model from the logits
+of the second one. The paper (results of surplus budgets, r = 7/6) does not say when they teach each other. One after the
+other, they take no more memory than the whole model alone.
 """
 
 from collections.abc import Callable

@@ -21,14 +21,15 @@ examples of all clients that are connected when module m - 1 is fixed; alpha fol
 16 and 17): a module is averaged over the clients that trained it, and theta_n over those whose last module was n, weighted by
 numbers of examples.
 
-Where the paper is silent, we follow the authors' code. All clients validate (`fedprophet.validation-clients`). A round's score
-is C_m + rho A_m with rho = C*_{m-1} / A*_{m-1} (1 in the first stage). A stage ends with the weights of its best round.
+Where it differs from the paper: where it is silent, this follows the authors' code. All clients validate
+(`fedprophet.validation-clients`). A round's score is C_m + rho A_m with rho = C*_{m-1} / A*_{m-1} (1 in the first stage). A
+stage ends with the weights of its best round.
 
-Where the paper's wording does not work, it is an option. By Eq. 12 alpha may fall to 0. Then no attack moves the output of the
-module, and all later modules train on clean features: alpha does not fall below its start, as in the authors' code
+Where its wording does not work, it is an option. By Eq. 12 alpha may fall to 0. Then no attack moves the output of the module,
+and all later modules train on clean features: alpha does not fall below its start, as in the authors' code
 (`fedprophet.apa-bound`). Over all rounds, 0.994^t leaves later stages no learning rate: it restarts in each stage, as in the
-authors' code (`fedprophet.lr-restart`). The linear layer of theta_m on all features (Eq. 9) takes much memory. The authors pool
-them to as many as classes, which is few for narrow modules. We pool them to 256 (`fedprophet.aux-pool`). Ours: if
+authors' code (`fedprophet.lr-restart`). The linear layer of theta_m on all features (Eq. 9) takes much memory. The authors
+pool them to as many as classes, which is few for narrow modules. We pool them to 256 (`fedprophet.aux-pool`). If
 `fedprophet.r-min` is not set, R_min is the smallest budget of the clients, but at least the memory cost of the largest atom;
 clients with less refuse their tasks.
 """

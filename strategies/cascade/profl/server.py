@@ -21,16 +21,17 @@ starts from theta_t^ini and the output module of its step in shrinking. With `pr
 place, from random weights (Table 2). Eq. 1: theta_t and theta_op are averaged over the clients that trained them, weighted by
 numbers of examples, and theta_L also over the clients that trained nothing else.
 
-A round's clients are drawn from those that have memory for the step's block (section 2.2, step 2: "selects the client set S
-based on their available memory") and from those whose memory "is insufficient to train any block" (section 3.1), which train
-theta_L alone. We read "any block" as that of any step, so that a client with memory for another block, but not for this one,
-gets no task in this step. Both groups are drawn together, because the paper does not say in which proportion. With
-`profl.cohort` = all (ours), all clients are drawn from, and those that cannot afford the step train theta_L.
+Where it differs from the paper: a round's clients are drawn from those that have memory for the step's block (section 2.2,
+step 2: "selects the client set S based on their available memory") and from those whose memory "is insufficient to train any
+block" (section 3.1), which train theta_L alone. We read "any block" as that of any step, so that a client with memory for
+another block, but not for this one, gets no task in this step. Both groups are drawn together, because the paper does not say
+in which proportion. With `profl.cohort` = all (ours), all clients are drawn from, and those that cannot afford the step train
+theta_L.
 
-Where the paper is silent: in shrinking, the blocks before t are frozen with their random initial weights, as in the authors'
-code. A step takes at most `profl.stage-rounds` rounds. Ours: the running statistics of random blocks are measured once, by the
+Where it is silent: in shrinking, the blocks before t are frozen with their random initial weights, as in the authors'
+code. A step takes at most `profl.stage-rounds` rounds. The running statistics of random blocks are measured once, by the
 clients of a first round, while in the authors' code they follow the batches of each round. In growing, a step's output module
-starts as its step in shrinking left it, and that of step 1 as the last map left it. With `profl.output-norm` (ours), a batch
+starts as its step in shrinking left it, and that of step 1 as the last map left it. With `profl.output-norm`, a batch
 norm follows the convolution of each basic layer. If a step is too large for every client, all blocks are single atoms (the
 paper's "layer-wise training"). Clients that cannot take part in a map are not drawn; with `profl.cohort` = all they refuse
 their task. If a block has more than `profl.movement-scalars` parameters, its movement is measured on that many of them. With

@@ -9,8 +9,10 @@ examples and s_k the logits of its model:
   w_p <- steps on KL(softmax(mean_k s_k(x)) || softmax(s_p(x))), x public  (Algorithm 3, AVGLOGITS)
 
 The second step runs over the public examples, also for a p that no client trained. The model of the run is the prototype of
-the largest architecture. As in the code of FedProphet's authors, the server takes 128 batches of 64, with SGD, momentum 0.9
-and a constant rate, and uses clean examples even if clients train on adversarial ones. FedDF itself uses Adam
+the largest architecture.
+
+Where it differs from the paper: as in the code of FedProphet's authors, the server takes 128 batches of 64, with SGD, momentum
+0.9 and a constant rate, and uses clean examples even if clients train on adversarial ones. FedDF itself uses Adam
 (`feddf.server-optimiser`), a cosine schedule, and 10,000 batches, ended early on a validation set.
 
 Clients' models compute their logits in evaluation mode, and prototypes average batch norms with everything else, as in FedDF's

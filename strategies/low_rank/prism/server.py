@@ -11,17 +11,20 @@ Large Models Can Be Trained with only Weak Clients", TMLR 2023, https://openrevi
 
 OrthDrop, a baseline with FedHM's choice of kernels, is built on PriSM.
 
-W = U S V^T is a layer's weight. Its principal kernels are u'_i = sqrt(sigma_i) u_i and v'_i = sqrt(sigma_i) v_i, i < R. I_c are
-the r = ceil(keep R) kernels of client c, drawn again for every round, client and layer with p_i = sigma_i^kappa / sum (Eq. 2).
+W = U S V^T is a layer's weight. Its principal kernels are u'_i = sqrt(sigma_i) u_i and v'_i = sqrt(sigma_i) v_i, i < R. I_c
+are the r = ceil(keep R) kernels of client c, drawn again for every round, client and layer with p_i = sigma_i^kappa / sum (Eq.
+2).
 
 In a round, every layer that changed is decomposed again (orthogonal space refresh). A client gets the kernels I_c, with the
 first r entries of each u'_i, and the other arrays of its sub-model (models/low_rank.py). Each entry of u'_i and v'_i becomes
-the unweighted mean over the clients that had it (Eq. 5), and other entries keep their values. The model is W = sum_i u'_i v'_i.
+the unweighted mean over the clients that had it (Eq. 5), and other entries keep their values. The model is W = sum_i u'_i
+v'_i.
 
-The paper does not say which keep ratio a device gets. Here it is the largest of `prism.keep-ratios` whose sub-model fits, or
-the one that the fleet sets. All other arrays are averaged over their clients in the same way. Only weights are kept between
-rounds, because kernels are a function of them. With `prism.server-momentum` (authors' code), the clients' momentum of u', v'
-and norms is also averaged, and sent to the clients that train these entries next, although the decomposition changes kernels.
+Where it differs from the paper: it does not say which keep ratio a device gets. Here it is the largest of `prism.keep-ratios`
+whose sub-model fits, or the one that the fleet sets. All other arrays are averaged over their clients in the same way. Only
+weights are kept between rounds, because kernels are a function of them. With `prism.server-momentum` (authors' code), the
+clients' momentum of u', v' and norms is also averaged, and sent to the clients that train these entries next, although the
+decomposition changes kernels.
 
 No client ever has all channels at once, and the paper does not say how the model is evaluated. Ours (`serve`): what clients
 have only at times is multiplied by the probability that they have it. Clients of several keep ratios count with their mean,

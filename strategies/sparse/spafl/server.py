@@ -9,15 +9,16 @@ and Low Computational Overhead", NeurIPS 2024, https://arxiv.org/abs/2406.00431
     line 11, transmit thresholds                    strategies/sparse/spafl/client.py: train
     line 12, the new thresholds (Eq. 7)             spafl/server.py: SpaFL.combine
 
-tau(t) are the thresholds, a float32 array, which is all that the server has: every client keeps a personal model. In each round
-tau(t + 1) becomes the unweighted mean of the clients' thresholds (Eq. 7). alpha is the weight of the sparsity regulariser.
-Clients evaluate their own models, so evaluation is personal.
+tau(t) are the thresholds, a float32 array, which is all that the server has: every client keeps a personal model. In each
+round tau(t + 1) becomes the unweighted mean of the clients' thresholds (Eq. 7). alpha is the weight of the sparsity
+regulariser. Clients evaluate their own models, so evaluation is personal.
 
-Ours: thresholds are sent with their last change, because a client that missed the last round cannot know it. The constant that
-the batch norm of a pruned filter would still output is masked with the filter (not in the authors' code, which
-`spafl.silent-norms = false` restores). Pixels are normalised, which the paper does not mention (the authors' range from 0 to
-255: `data.pixel-scale = raw`). Thresholds stay in [0, 1], as the paper says (not in the authors' code, nor with
-`spafl.clamp-thresholds = false`). With `spafl.target-density`, alpha adapts to the density (the paper cannot control sparsity).
+Where it differs from the paper: thresholds are sent with their last change, because a client that missed the last round cannot
+know it. The constant that the batch norm of a pruned filter would still output is masked with the filter (not in the authors'
+code, which `spafl.silent-norms = false` restores). Pixels are normalised, which the paper does not mention (the authors' range
+from 0 to 255: `data.pixel-scale = raw`). Thresholds stay in [0, 1], as the paper says (not in the authors' code, nor with
+`spafl.clamp-thresholds = false`). With `spafl.target-density`, alpha adapts to the density (the paper cannot control
+sparsity).
 """
 
 import math

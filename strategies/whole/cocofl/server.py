@@ -14,10 +14,11 @@ gradient on in int8. Of the configurations that fit a client's memory, those are
 each round one of them is drawn. A layer that a share r of the round's clients trained becomes r times their mean and 1 - r
 times what it was.
 
-Ours: a layer is an atom, and the head is trained with the last one. Memory is the only constraint; the paper's tables also have
-times and bytes. r counts examples. Int8 covers convolutions and the norms behind them; other frozen layers, and what lies
-between convolutions, are float32. Scales are those of each batch, where the authors carry averaged ones over from training. A
-frozen norm uses its running statistics, as theirs does, so `architecture.batch-norm` is running.
+Where it differs from the paper: a layer is an atom, and the head is trained with the last one. Memory is the only constraint;
+the paper's tables also have times and bytes. r counts examples. Int8 covers convolutions and the norms behind them; other
+frozen layers, and what lies between convolutions, are float32. Scales are those of each batch, where the authors carry
+averaged ones over from training. A frozen norm uses its running statistics, as theirs does, so `architecture.batch-norm` is
+running.
 """
 
 from collections.abc import Callable

@@ -9,9 +9,11 @@ FedAvg with a proximal term, which keeps the weights of a client near w^t, those
 
     min_w h_k(w; w^t) = F_k(w) + mu/2 ||w - w^t||^2      (Eq. 2)
 
-A client holds w^t beside w, and its memory cost says so. The term counts all parameters, also those of norms. Ours: updates are
-weighted by examples as FedAvg's are, where the paper draws clients by their examples and takes the plain mean; and all clients
-make as many steps, where the paper lets slow ones stop early with a gamma-inexact solution.
+A client holds w^t beside w, and its memory cost says so. The term counts all parameters, also those of norms.
+
+Where it differs from the paper: updates are weighted by examples as FedAvg's are, where the paper draws clients by their
+examples and takes the plain mean; and all clients make as many steps, where the paper lets slow ones stop early with a
+gamma-inexact solution.
 """
 
 from dataclasses import replace

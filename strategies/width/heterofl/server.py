@@ -10,11 +10,12 @@ classes are never cut. Each entry of the new W_l is the unweighted mean over the
 = examples`: weighted by numbers of examples), and an entry that no client had keeps its value. A client contributes only the
 rows of the last layer whose classes it has examples of (masked cross-entropy; `heterofl.masked-loss`).
 
-HeteroFL's static batch norm is `architecture.batch-norm = static`, its default: norms keep no statistics in training, and all
-clients measure those of the served model after the last round (server_app/served_model.py). Before that, the clients of a round
-measure whenever its model is evaluated, which is `measured`, the default of FedRolex and FedDrop. Running statistics averaged
-over sub-models of different widths fit none of them. With `local`, each client keeps the norms of its channels, and the
-server's average of them is only evaluated.
+Where it differs from the paper: it assigns width ratios to clients, and here a client's follows from its memory. The static
+batch norm is `architecture.batch-norm = static`, the default: norms keep no statistics in training, and all clients measure
+those of the served model after the last round (server_app/served_model.py). Before that, the clients of a round measure
+whenever its model is evaluated, which is `measured`, the default of FedRolex and FedDrop. Running statistics averaged over
+sub-models of different widths fit none of them. With `local`, each client keeps the norms of its channels, and the server's
+average of them is only evaluated.
 
 The model that is evaluated, measured and saved is the widest trained net (serving.py): the full model only if some client can
 train it. Likewise the global model in the authors' code is as wide as the widest client (process_control: global_model_rate).

@@ -1,0 +1,55 @@
+"""The systems' cards: each says what a reader asks, and the command line and the site have the same text."""
+
+import json
+import re
+
+import pytest
+from document_helpers import ROOT, cards
+from typer.testing import CliRunner
+
+from benchmarks.site import system_page
+from piecework.cli import app
+from piecework.commands.card import DIFFERS, differences, find_card, paragraphs, write_card
+from piecework.training.methods import METHODS
+
+BASELINES = ("allsmall", "exclusivefl", "fedavg", "origdrop")  # their docstrings state no differences from a paper
+SECTIONS = ("Equations", "Settings to begin with", "What to expect")
+
+
+def test_every_card_belongs_to_a_system() -> None:
+    assert {find_card(name) for name in METHODS} == {ROOT / "piecework" / path.relative_to(ROOT) for path in cards()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_card_says_what_a_reader_asks(name: str) -> None:
+    card = write_card(name)
+    assert re.match(r"# \S", card)
+    assert [title for title in re.findall(r"^## (.*)$", card, re.MULTILINE) if title in SECTIONS] == list(SECTIONS)
+    assert f"--strategy {name}" in card or "--preset" in card
+    assert 100 <= len(find_card(name).read_text("utf-8").split()) <= 500
+    assert name in BASELINES or "## Where it differs from the paper" in card
+
+
+def test_differences_are_those_of_the_docstring() -> None:
+    (first,) = (text for text in paragraphs("fedrolex") if text.startswith(DIFFERS))
+    assert differences("fedrolex") == f"## Where it differs from the paper\n\nE{first.removeprefix(DIFFERS)[1:]}"
+    assert differences("fedavg") == ""
+
+
+def test_the_command_prints_the_card() -> None:
+    done = CliRunner().invoke(app, ["strategies", "heterofl", "--json"])
+    assert json.loads(done.stdout) == {"strategy": "heterofl", "card": write_card("heterofl")}
+    done = CliRunner().invoke(app, ["strategies", "heterofl"])
+    assert "each entry of W_l ← its unweighted mean over the clients that had it" in done.stdout
+    assert "heterofl.width-ratios" in done.stdout
+    done = CliRunner().invoke(app, ["strategies", "heterof"])
+    assert done.exit_code == 2
+    assert "no card of a system 'heterof'" in done.stderr
+    assert "did you mean heterofl?" in done.stderr
+
+
+def test_a_page_has_the_picture_and_links_from_where_it_lies() -> None:
+    page = system_page("fedepth", ROOT / "docs")
+    assert "](../pictures/systems/fedepth.svg)\n\n## Equations" in page
+    assert "[claims](../claims/budgets.md)" in page
+    assert "docs/" not in re.sub(r"docs/howto\S*`", "", page)
