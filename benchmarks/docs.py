@@ -103,8 +103,12 @@ def run_in(folder: Path, command: str, seconds: float) -> dict[str, Any]:
     words = shlex.split(command)
     for pattern, ours in OURS.items():
         words = [re.sub(pattern, ours, word) for word in words]
+    if {">", "|"} & {*words}:
+        words = ["bash", "-c", " ".join(word if word in (">", "|") else shlex.quote(word) for word in words)]
     path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    if ":mine." in command:  # a file of the page's folder
+        environment.pop("PIECEWORK_DATA", None)
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -121,16 +125,22 @@ def run_in(folder: Path, command: str, seconds: float) -> dict[str, Any]:
             outcome = "done" if process.returncode == 0 else "failed"
         except subprocess.TimeoutExpired:
             outcome = "begun"
-            os.killpg(process.pid, signal.SIGINT)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            interrupt(process)
         took = time.monotonic() - started
         output.seek(0)
         said = output.read()[-600:] if outcome == "failed" else ""
     return {"outcome": outcome, "code": process.returncode, "seconds": round(took, 1), "said": said}
+
+
+def interrupt(process: "subprocess.Popen[bytes]") -> None:
+    """End a command and its processes as Ctrl-C does: the first ends it after what it is at, the second at once."""
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+        os.killpg(process.pid, number)
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            continue
+        return
 
 
 def run(chosen: list[str], seconds: float, *, again: bool) -> int:

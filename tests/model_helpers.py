@@ -10,7 +10,7 @@ from piecework.models.cascade import Atom, Blueprint
 
 
 def mlp(num_classes: int, input_shape: Any, width: float = 1.0, batch_norm: str = "running") -> Blueprint:
-    """That of docs/tutorials/model.md."""
+    """That of docs/howto/atoms.md."""
     pixels, hidden = input_shape[0] * input_shape[1] * input_shape[2], max(1, int(64 * width))
     first = partial(lambda: nn.Sequential(nn.Flatten(), nn.Linear(pixels, hidden), nn.ReLU()))
     second = partial(lambda: nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU()))

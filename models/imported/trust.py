@@ -16,7 +16,13 @@ def import_code(path: Path, name: str) -> None:
     file = find_file(path)
     model = description(file).get("model")
     held = model.get("name") if isinstance(model, dict) else None
-    if held != name:
+    if not isinstance(held, str) or _resolve(held) != _resolve(name):
         raise ModelFileError(f"{file} was trained with the model {held!r}, not with {name!r}: name that one, or none")
     if is_imported(name):
-        find_make(name)
+        find_make(held)  # as the file names it, so that loading it finds the code
+
+
+def _resolve(name: str) -> str:
+    """Return the name of a model with the absolute path of its file, as runs keep it; other names as they are."""
+    file, _, function = name.rpartition(":")
+    return f"{Path(file).resolve()}:{function}" if file.endswith(".py") else name
