@@ -36,6 +36,7 @@ LEFT_OUT = {
     r"pip |make (setup|demo|test|check|docs)|bash \.ci/run": "installs, or is what CI runs",
     r"make (clean|defaults|tables)|piecework clean": "changes the checkout or other runs; the tests have it in a folder",
     r"piecework serve": "goes on until it is stopped; tests/command_line/test_serve.py",
+    r"runs/(vit|narrow)/": "takes what a command above it makes in hours",
     r"flwr run": "tests/engines runs it",
     r"--install-completion": "changes the user's shell",
     r" \.\.\.( |$)": "is the part of the command before it that changes",
@@ -45,6 +46,7 @@ SHELLS = ("", "bash", "console", "sh")
 # What is put in for something of the reader's.
 OURS = {
     r"robust-fmnist-NAME": "robust-fmnist-heterofl",
+    r"^STUDY$": "rates",
     r"strategy=NAME": "strategy=fedavg",
     r"KIND$": "static",
     r"\bNAME\b": "demo",
@@ -100,7 +102,7 @@ def prepare(folder: Path) -> None:
 
 def run_in(folder: Path, command: str, seconds: float) -> dict[str, Any]:
     """Run a command in a folder for so many seconds at most. Returns what came of it."""
-    words = shlex.split(command)
+    words = shlex.split(re.sub(r"study NAME\b", "study STUDY", command))
     for pattern, ours in OURS.items():
         words = [re.sub(pattern, ours, word) for word in words]
     if {">", "|"} & {*words}:
