@@ -22,7 +22,7 @@ PAGES = pages()
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 # What a reader puts in: a run, a folder, a number; a run's settings are known only where it lies.
 PLACEHOLDER = re.compile(r"(resume-from=runs/NAME|[a-z.-]+=(NAME|KIND|W)|FLAGS|\.+)")
-OURS = dict.fromkeys(("my-boards.toml", "mine.toml", "boards.toml", "shelf.toml", "FILE"), "boards") | {
+OURS = dict.fromkeys(("my-boards.toml", "mine.toml", "boards.toml", "sixty.toml", "shelf.toml", "FILE"), "boards") | {
     "robust-fmnist-NAME": "robust-fmnist-heterofl",
     "strategy=my_prox:Prox": "strategy=fedprox",
     "prox.mu=0.01": "fedprox.mu=0.01",
