@@ -1,11 +1,15 @@
 """OrthDrop, a baseline of PriSM in the orthogonal space: every client trains the top kernels of every layer in every round.
 
 FedHM (Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", 2021,
-https://arxiv.org/abs/2111.14655) chooses kernels in this way. A client of keep ratio c has ceil(c R) of a layer's R kernels,
-those with the largest singular values, with all their output channels. The rest is as in PriSM (its authors' code): decay by
-Eq. 6, averaging kernel by kernel, and a decomposition of the mean in every round.
+https://arxiv.org/abs/2111.14655) chooses kernels in this way.
 
-Where it differs from the paper: kernels below the top stay in the server's model and are never trained; FedHM drops them.
+A client of keep ratio c has ceil(c R) of a layer's R kernels, those with the largest singular values, with all their output
+channels. The rest is as in PriSM (its authors' code): decay by Eq. 6, averaging kernel by kernel, and a decomposition of the
+mean in every round. PriSM's paper compares with it under this name.
+
+Where it differs from the paper: FedHM drops the kernels below the top. Here, as in the code of PriSM's authors, they stay in
+the server's model and are never trained. The model that is served, evaluated and saved has only the kernels that some client
+can have (`portions`), so that they do not disturb it.
 """
 
 from collections.abc import Mapping

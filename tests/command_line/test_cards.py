@@ -53,7 +53,7 @@ def test_the_command_prints_the_card() -> None:
 def test_a_page_has_the_picture_and_links_from_where_it_lies() -> None:
     page = system_page("fedepth", ROOT / "docs")
     assert "](../pictures/systems/fedepth.svg)\n\n## Equations" in page
-    assert "[claims](../claims/budgets.md)" in page
+    assert "](../claims/budgets.md)" in page
     assert "docs/" not in re.sub(r"docs/howto\S*`", "", page)
 
 

@@ -7,12 +7,12 @@ The depth d_k of client k is the largest number of blocks whose training step, w
 its budget. Clients that cannot train the first block get no task. Every array is averaged over the clients that trained it,
 with equal weights. The model predicts by the mean of its classifiers' logits.
 
-With `depthfl.feddyn-alpha` a > 0, the server uses FedDyn, as in the paper: h <- h - a / m sum_k (theta_k - theta_t), where k
-are the round's clients that trained the array and m is the number of all clients; then theta <- mean of theta_k - h / a. This
-is off by default, because ProFL's comparison uses plain averaging.
+With `depthfl.feddyn-alpha` a > 0, the server uses FedDyn: h <- h - a / m sum_k (theta_k - theta_t), where k are the round's
+clients that trained the array and m is the number of all clients; then theta <- mean of theta_k - h / a.
 
-Where it differs from the paper: FedDyn is off by default. The blocks are those of ProFL (runs of equal channels), so that both
-are compared on the same cuts. Classifiers that no client has trained yet are not part of the prediction.
+Where it differs from the paper: FedDyn is off by default, because ProFL's comparison uses plain averaging. The blocks are those
+of ProFL (runs of equal channels), so that both are compared on the same cuts. A client's depth follows from its memory, with
+the classifiers counted. Classifiers that no client has trained yet are not part of the prediction.
 """
 
 from collections import Counter

@@ -13,15 +13,32 @@ Learning", 2023, https://arxiv.org/abs/2303.04887
 
 Aggregation (line 7) is W^{t+1} = sum_k p_k / sum_k' p_k' W_k^{t+1}, where p_k is client k's number of training examples. Each
 client cuts the model by its own budget. The server sends the memory costs that this cut looks up, each from one training step
-on fake tensors.
+on fake tensors. m-FeDepth's heads are part of the global model and are averaged with it.
 
-Where it differs from the paper: where it is silent, blocks that a client has to skip are neither uploaded nor averaged
-(`fedepth.partial-training = dilute` restores the authors' way). m-FeDepth's heads are part of the global model and are
-averaged with it. A client whose budget exceeds the whole model's memory by enough for every block, but not for two whole
-models, trains a second model depth-wise, and both teach each other. `memory.tolerance` is no surplus: a budget of r = 1 (Fair,
-Lack) trains one model. The second model learns from the logits of the received one, and then the whole model from the logits
-of the second one. The paper (results of surplus budgets, r = 7/6) does not say when they teach each other. One after the
-other, they take no more memory than the whole model alone.
+Where it differs from the paper: the paper does not say what a skipped block counts for (section 4.2). Here a block that a
+client has to skip is neither uploaded nor averaged; with `fedepth.partial-training = dilute`, as in the authors' code, it
+counts as an unchanged one. Frozen blocks run in evaluation mode, and their features are kept in a file; the authors run them
+again in every step, in training mode. Every sub-problem starts with zero momentum (theirs share one optimiser for a round).
+Batch norms have measured statistics (theirs always use a batch's: `architecture.batch-norm = batch`). The authors' PreResNet-20
+takes its shortcuts from relu(bn(x)) (`architecture.options = shortcut_from=relu`), and their rate is 0.01 instead of the
+paper's 0.1 (preset `fedepth-cifar10-authors`). In mutual distillation their cross-entropy has no factor 1/M
+(`fedepth.mutual-loss = authors`). In their m-FeDepth, clients with a sixth of the memory train blocks 5 and 6 in the place of 7
+to 9 in the last sub-problem, which we take for an error.
+
+The paper has results for a budget of 7/6 of the whole model, and does not say when two models teach each other there. Ours: a
+client whose budget exceeds the whole model's memory by enough for every block, but not for two whole models, trains a second
+model depth-wise. It learns from the logits of the received one, and then the whole model from the logits of the second one. One
+after the other, they take no more memory than the whole model alone. `memory.tolerance` is no surplus: a budget of r = 1 (Fair,
+Lack) trains one model.
+
+In the paper a model of a sixth of the width takes a sixth of the memory, and the budgets follow from that. The first three
+blocks take 20.02 MB and the smallest budget is 19.34 MB, so the presets of its tables have a tolerance of 5 %
+(`memory.tolerance`). By traced bytes the first block takes 0.31 of a step, so the fleet `fedepth-fair-traced` has larger
+budgets.
+
+For transformers, only the first sub-problem trains the first atom (embedding, class token, positions), and encoders that are
+not trained are not in memory. The authors' sub-problems run the whole network and all train that atom: gradients pass back
+through all encoders, which saves hardly any memory (`fedepth.sub-problem = network`).
 """
 
 from collections.abc import Callable

@@ -21,17 +21,35 @@ examples of all clients that are connected when module m - 1 is fixed; alpha fol
 16 and 17): a module is averaged over the clients that trained it, and theta_n over those whose last module was n, weighted by
 numbers of examples.
 
-Where it differs from the paper: where it is silent, this follows the authors' code. All clients validate
-(`fedprophet.validation-clients`). A round's score is C_m + rho A_m with rho = C*_{m-1} / A*_{m-1} (1 in the first stage). A
-stage ends with the weights of its best round.
+A stage begins with a query to all clients (Eq. 11); an answer of more than `faults.update-norm-limit` times the median is
+dropped. Attack, query and validation take no more memory than training: where there is no room for all weights, one module is
+in memory at a time.
 
-Where its wording does not work, it is an option. By Eq. 12 alpha may fall to 0. Then no attack moves the output of the module,
-and all later modules train on clean features: alpha does not fall below its start, as in the authors' code
-(`fedprophet.apa-bound`). Over all rounds, 0.994^t leaves later stages no learning rate: it restarts in each stage, as in the
-authors' code (`fedprophet.lr-restart`). The linear layer of theta_m on all features (Eq. 9) takes much memory. The authors
-pool them to as many as classes, which is few for narrow modules. We pool them to 256 (`fedprophet.aux-pool`). If
-`fedprophet.r-min` is not set, R_min is the smallest budget of the clients, but at least the memory cost of the largest atom;
+Where it differs from the paper: where the paper's wording does not work, the default is what the authors' code does, and the
+wording is an option. By Eq. 12 alpha may fall to 0. Then no attack moves the output of the module, and all later modules train
+on clean features (`clean_round` in the records): alpha does not fall below its start (`fedprophet.apa-bound = none` lets it).
+Over all rounds, 0.994^t leaves later stages no learning rate, 7e-10 of the first after 3,500: it restarts in each stage
+(`fedprophet.lr-restart = false`: it does not). The auxiliary head's linear layer on all features (Eq. 9: `fedprophet.aux-pool =
+none`) takes much memory. The authors pool the features to as many as there are classes (`authors`), which is few for narrow
+modules; here they are pooled to 256.
+
+Where the paper is silent, we follow the authors' code. All clients validate (`fedprophet.validation-clients`). A round's score
+is `C_m + rho A_m` with `rho = C*_{m-1} / A*_{m-1}` (1 in the first stage). A stage ends with the weights of its best round.
+Images are attacked in L-infinity, features in an L2 ball. The mixing weight psi is 1, as in all the authors' runs. Ours: if
+`fedprophet.r-min` is not set, `R_min` is the smallest budget of the clients, but at least the memory cost of the largest atom;
 clients with less refuse their tasks.
+
+| | paper: default | authors' code: presets `fedprophet-...-authors` |
+|---|---|---|
+| alpha is adjusted | in every round, by its ratio | `fedprophet.apa-every = 50`, `apa-after = 25`, `apa-window = 5` |
+| clean rounds first | none | `attack.warmup = 100`, in every stage |
+| batch norm | averaged | `architecture.batch-norm = local`; a stage restores its best round's |
+| limits in Eqs. 14 and 15 | at most the limit | less than it; the stage's module counts with its head |
+| the stage's head | averaged if a client's last (Eq. 17) | averaged over all; in the others it only decayed (not offered) |
+| initial weights | random | ImageNet's: `training.init-weights` |
+| performance left | U(0, 1) | one of six fractions: fleets `...-authors` |
+| memory left | U(0, 0.2) | the same, but at least `R_min`: fleets `...-authors` |
+| accuracy is of | not stated | the clients' held-out data (`client_accuracy`), by their norms |
 """
 
 import logging

@@ -21,22 +21,23 @@ starts from theta_t^ini and the output module of its step in shrinking. With `pr
 place, from random weights (Table 2). Eq. 1: theta_t and theta_op are averaged over the clients that trained them, weighted by
 numbers of examples, and theta_L also over the clients that trained nothing else.
 
-Where it differs from the paper: a round's clients are drawn from those that have memory for the step's block (section 2.2,
-step 2: "selects the client set S based on their available memory") and from those whose memory "is insufficient to train any
-block" (section 3.1), which train theta_L alone. We read "any block" as that of any step, so that a client with memory for
-another block, but not for this one, gets no task in this step. Both groups are drawn together, because the paper does not say
-in which proportion. With `profl.cohort` = all (ours), all clients are drawn from, and those that cannot afford the step train
-theta_L.
+Where it differs from the paper: a round's clients are drawn from those that have memory for the step's block (section 2.2, step
+2: "selects the client set S based on their available memory") and from those whose memory "is insufficient to train any block"
+(section 3.1), which train the output layer alone. We read "any block" as that of any step: a client with memory for another
+block only gets no task. Both groups are drawn together, because the paper does not say in which proportion (the authors' code
+draws from the first alone). With `profl.cohort = all` (ours), all clients are drawn from, and those that cannot afford the step
+train the output layer. Clients that cannot take part in a map are not drawn; with `profl.cohort = all` they refuse their task.
 
-Where it is silent: in shrinking, the blocks before t are frozen with their random initial weights, as in the authors'
-code. A step takes at most `profl.stage-rounds` rounds. The running statistics of random blocks are measured once, by the
-clients of a first round, while in the authors' code they follow the batches of each round. In growing, a step's output module
-starts as its step in shrinking left it, and that of step 1 as the last map left it. With `profl.output-norm`, a batch
-norm follows the convolution of each basic layer. If a step is too large for every client, all blocks are single atoms (the
-paper's "layer-wise training"). Clients that cannot take part in a map are not drawn; with `profl.cohort` = all they refuse
-their task. If a block has more than `profl.movement-scalars` parameters, its movement is measured on that many of them. With
-`profl.freezing` = `parameters` (Table 3's ParamAware), the run's rounds without maps and statistics are divided among the
-steps in proportion to the parameters of their blocks.
+Where the paper is silent, the authors' code decides: in shrinking, the blocks before t are frozen with their random initial
+weights; a basic layer is a 3x3 convolution of stride 2 without a norm (`profl.output-norm`, ours, adds one); maps have a rate
+of 1e-5; a growing step's output module starts as its step in shrinking left it, and that of step 1 as the last map left it.
+Ours: a block that keeps the shape of its features gets no basic layer. Frozen blocks run in evaluation mode (theirs:
+`profl.frozen-mode = training`). Running statistics of random blocks are measured once, by the clients of a first round (theirs
+follow the batches of each round), if `architecture.batch-norm` is `running` and `training.init-weights` has none. A step takes
+at most `profl.stage-rounds` rounds. If one is too large for every client, all blocks are single atoms (the paper's "layer-wise
+training"); with `profl.blocks = budget` they are as large as the poorest client can train. A movement is measured on at most
+`profl.movement-scalars` parameters, which bounds checkpoints (theirs: 10,000). With `profl.freezing = parameters` (Table 3's
+ParamAware), steps get rounds in proportion to their blocks' parameters.
 """
 
 from collections.abc import Iterable

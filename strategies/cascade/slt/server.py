@@ -13,22 +13,22 @@ Computationally-Constrained Devices", NeurIPS 2023, https://arxiv.org/abs/2305.1
 The network has the layers 1 .. K. In step n the first K_F = n - 1 layers are frozen, layer K_T = n is trained with all its
 channels, and the layers behind it, the head, are trained with the first fraction s_n of theirs: W^{1,s} of layer K_T + 1 reads
 all channels of W_K_T, and later kernels are W^{s,s}. Before the first step the whole network, narrowed to s_1, is pretrained.
-s_n is the largest fraction whose training fits the poorest client, and at most s_{n + 1}, so that the head never loses
-channels that were trained. The last step N is the first with s = 1: it trains all layers that are left, and then the model is
-full. All clients train the same configuration; one with more memory than the poorest (the paper's heterogeneous constraints)
-trains more layers in full width at once, K_F < n - 1, with the same K_T and s. An entry of the full model becomes the mean
-over the clients that trained it, and keeps its value if none did. Entries that no step has reached yet are the initial ones.
+s_n is the largest fraction whose training fits the poorest client, and at most s_{n + 1}, so that the head never loses channels
+that were trained. The last step N is the first with s = 1: it trains all layers that are left, and then the model is full. All
+clients train the same configuration; one with more memory than the poorest (the paper's heterogeneous constraints) trains more
+layers in full width at once, K_F < n - 1, with the same K_T and s. An entry of the full model becomes the mean over the clients
+that trained it, and keeps its value if none did. Entries that no step has reached yet are the initial ones.
 
 The rounds of a step are in proportion to the parameters that it adds to the network. With `slt.rounds` = trained, as in the
 authors' code, they are in proportion to those that it trains, after the fraction s_1 of all rounds for pretraining.
 
-Where it differs from the paper: what it and its authors' code leave open was decided here. A layer is an atom, so a residual
-block is one (there each convolution is). Where a block adds its narrow output to its wide input, the first channels of the
-input are added, as there. s is a multiple of 1/64 (there 0.001). Clients are weighted by their numbers of examples (there
-equally). Each step has at least one round. The last layer has a step of its own if that fits (there it stays narrow unless s
-is 1 before). Frozen layers run one at a time, in evaluation mode, and their features are stored; there they are held and use
-the statistics of each batch, as ours do by default (`architecture.batch-norm` = measured). The network of the step that was
-trained last is evaluated, measured and saved.
+Where it differs from the paper: we had the authors' code and the paper's figures, and decided what they leave open. A layer is
+an atom, so a residual block is one (there each convolution is). Where a block adds its narrow output to its wide input, the
+first channels of the input are added, as there. s is a multiple of 1/64 (there 0.001). Clients are weighted by their numbers of
+examples (there equally). Each step has at least one round. The last layer has a step of its own if that fits (there it stays
+narrow unless s is 1 before). Frozen layers run one at a time, in evaluation mode, and their features are stored; there they are
+held and use the statistics of each batch, as ours do by default (`architecture.batch-norm` = measured). The network of the step
+that was trained last is evaluated, measured and saved.
 """
 
 from collections.abc import Mapping

@@ -11,40 +11,50 @@ Large Models Can Be Trained with only Weak Clients", TMLR 2023, https://openrevi
 
 OrthDrop, a baseline with FedHM's choice of kernels, is built on PriSM.
 
-W = U S V^T is a layer's weight. Its principal kernels are u'_i = sqrt(sigma_i) u_i and v'_i = sqrt(sigma_i) v_i, i < R. I_c
-are the r = ceil(keep R) kernels of client c, drawn again for every round, client and layer with p_i = sigma_i^kappa / sum (Eq.
-2).
+W = U S V^T is a layer's weight. Its principal kernels are u'_i = sqrt(sigma_i) u_i and v'_i = sqrt(sigma_i) v_i, i < R. I_c are
+the r = ceil(keep R) kernels of client c, drawn again for every round, client and layer with p_i = sigma_i^kappa / sum (Eq. 2).
 
 In a round, every layer that changed is decomposed again (orthogonal space refresh). A client gets the kernels I_c, with the
 first r entries of each u'_i, and the other arrays of its sub-model (models/low_rank.py). Each entry of u'_i and v'_i becomes
-the unweighted mean over the clients that had it (Eq. 5), and other entries keep their values. The model is W = sum_i u'_i
-v'_i.
+the unweighted mean over the clients that had it (Eq. 5), and other entries keep their values. The model is W = sum_i u'_i v'_i.
 
-Where it differs from the paper: it does not say which keep ratio a device gets. Here it is the largest of `prism.keep-ratios`
-whose sub-model fits, or the one that the fleet sets. All other arrays are averaged over their clients in the same way. Only
-weights are kept between rounds, because kernels are a function of them. With `prism.server-momentum` (authors' code), the
-clients' momentum of u', v' and norms is also averaged, and sent to the clients that train these entries next, although the
-decomposition changes kernels.
+Layers that are decomposed are the k x k convolutions behind the first atom, the MLPs of a transformer and the gates of an LSTM.
+A sub-model has the outputs and gradients of a full model in which the kernels that were not drawn are zero and, after their
+norm, the channels that are not computed. All arrays that are no kernels are averaged over their clients in the same way. Only
+weights are kept between rounds, because kernels are a function of them.
+
+Where it differs from the paper: the paper does not say which keep ratio a device gets. Here it is the largest of
+`prism.keep-ratios` whose sub-model fits, or the one that the fleet sets. Residual sums, 1 x 1 shortcuts and the head are whole.
+In the paper's Table 1 they are narrow too, and sub-models are smaller: 0.5 M parameters at keep ratio 0.2, here 1.45 M. Norms
+measure statistics by default; the paper's always use those of the batch (`architecture.batch-norm = batch`).
 
 No client ever has all channels at once, and the paper does not say how the model is evaluated. Ours (`serve`): what clients
 have only at times is multiplied by the probability that they have it. Clients of several keep ratios count with their mean,
 factor by factor.
 
-    first channels      the channels beyond the largest sub-model that a client of the fleet can have are off. Their norm has
-                        gamma = beta = 0. Where no norm follows, their rows of W and their bias are 0.
-    random channels     gamma and beta, or W and its bias, are multiplied by the mean probability that a client computes the
-                        channel: its keep ratio, averaged over the clients.
-    kernels             a norm takes the scale out of a sum of kernels. Where none follows (the gates of an LSTM, the MLPs of a
-                        transformer, the last layer of a pre-activation block), or one with running statistics of sub-models
-                        (`architecture.batch-norm = running`), W = sum_i pi_i u'_i v'_i, with pi_i the mean probability that a
-                        client has kernel i (models/kernels.py: inclusion). Like sampling itself, it depends on all rows of W.
+- First channels: the channels beyond the largest sub-model that a client of the fleet can have are off. Their norm has
+  gamma = beta = 0. Where no norm follows, their rows of W and their bias are 0.
+- Random channels: gamma and beta, or W and its bias, are multiplied by the mean probability that a client computes the
+  channel: its keep ratio, averaged over the clients.
+- Kernels: a norm takes the scale out of a sum of kernels. Where none follows (the gates of an LSTM, the MLPs of a transformer,
+  the last layer of a pre-activation block), or one with running statistics of sub-models (`architecture.batch-norm = running`),
+  `W = sum_i pi_i u'_i v'_i`, with `pi_i` the mean probability that a client has kernel i (models/kernels.py: inclusion). Like
+  sampling itself, it depends on all rows of W.
 
-The trained model is kept apart: it has all rows of W, because rows of zeros could never be sampled.
+The trained model is kept apart: it has all rows of W, because rows of zeros could never be sampled. Clients that evaluate get
+sub-models of it. The saved model is the served one, and no start for another run of PriSM (`training.init-weights`), which
+would scale it again.
 
 So with the first channels, the paper's choice and the default, the served network is *narrow*: of each factorised layer it has
-the channels of the largest sub-model, 40 % of them where all clients keep 0.4. The other rows of W never learn. Remark 3.2
-says that PriSM obtains a global model of full capacity. This holds for its kernels, but for its channels only if some client
-keeps them all, or with `prism.output-channels = random` or `all`.
+the channels of the largest sub-model, 40 % of them where all clients keep 0.4. The other rows of W never learn. Remark 3.2 says
+that PriSM obtains a global model of full capacity. This holds for its kernels, but for its channels only if some client keeps
+them all, or with `prism.output-channels = random` or `all`.
+
+The authors' code (preset `prism-cifar10-authors`) cuts gradients at 5 (`training.clip-norm`), starts from Kaiming's normal
+distribution (`training.initialisation`), draws kernels by a softmax (`prism.kernel-sampling`) and averages momentum. With
+`prism.server-momentum`, the clients' momentum of u', v' and norms is averaged, and sent to the clients that train these entries
+next, although the decomposition changes kernels; messages are twice as large. There, sub-models of every ratio compute 40 % of
+the channels, and rows that are not computed get gradients, which is not offered.
 """
 
 from collections import Counter

@@ -5,12 +5,12 @@ Communication-Efficient Federated Learning", ICLR 2023, https://arxiv.org/abs/22
 
 theta is, for each weight of the frozen random network, the probability that the mask keeps it. Each round starts again from a
 Beta(1, 1) prior. With masks m_k of K clients, the mode of the posterior is theta = sum_k m_k / K (Algorithm 2). The server
-sends scores, 32 bits per weight, and a client sends a mask, 1 bit per weight. `coded_bits` in the records is the size of a
-mask after arithmetic coding, layer by layer.
+sends scores, 32 bits per weight, and a client sends a mask, 1 bit per weight. `coded_bits` in the records is the size of a mask
+after arithmetic coding, layer by layer.
 
-Where it differs from the paper: a mask's 0 and 1 count as 0.01 and 0.99, as in the authors' code, so that scores stay finite.
-The straight-through gradient is the identity, as in the paper. With `fedpm.straight-through = authors`, it is multiplied by
-theta. Clients keep Adam's moments between rounds (`fedpm.keep-adam`), as in the authors' code.
+Where it differs from the paper: a mask's 0 and 1 count as 0.01 and 0.99, so that scores stay finite, and clients keep Adam's
+moments between rounds (`fedpm.keep-adam`), both as in the authors' code. The straight-through gradient is the identity, as in
+the paper; in the authors' code it is multiplied by theta (`fedpm.straight-through = authors`).
 """
 
 from dataclasses import replace

@@ -9,16 +9,26 @@ and Low Computational Overhead", NeurIPS 2024, https://arxiv.org/abs/2406.00431
     line 11, transmit thresholds                    strategies/sparse/spafl/client.py: train
     line 12, the new thresholds (Eq. 7)             spafl/server.py: SpaFL.combine
 
-tau(t) are the thresholds, a float32 array, which is all that the server has: every client keeps a personal model. In each
-round tau(t + 1) becomes the unweighted mean of the clients' thresholds (Eq. 7). alpha is the weight of the sparsity
-regulariser. Clients evaluate their own models, so evaluation is personal.
+tau(t) are the thresholds, a float32 array, which is all that the server has: every client keeps, and evaluates, a personal
+model. alpha is the weight of the sparsity regulariser.
 
 Where it differs from the paper: thresholds are sent with their last change, because a client that missed the last round cannot
-know it. The constant that the batch norm of a pruned filter would still output is masked with the filter (not in the authors'
-code, which `spafl.silent-norms = false` restores). Pixels are normalised, which the paper does not mention (the authors' range
-from 0 to 255: `data.pixel-scale = raw`). Thresholds stay in [0, 1], as the paper says (not in the authors' code, nor with
-`spafl.clamp-thresholds = false`). With `spafl.target-density`, alpha adapts to the density (the paper cannot control
-sparsity).
+know it (the paper's clients calculate it themselves).
+
+| | paper: default | authors' code |
+|---|---|---|
+| gradient through masks | identity, to the threshold (Eq. 9) | `spafl.straight-through = flowing` (FMNIST), `clipped` (CIFAR) |
+| Eq. 13 divides by | the inputs of a filter | the kernel's size: `spafl.importance-update = authors` |
+| alpha | constant | grows within the first rounds: `spafl.sparsity-ramp = true` |
+| momentum between rounds | not stated: begins at 0 | kept on FMNIST: `spafl.client-momentum = true` |
+| norms of pruned filters | not stated: masked too | shift the next layer's input: `spafl.silent-norms = false` |
+| thresholds | in [0, 1], and weights in [-1, 1] | thresholds unbounded: `spafl.clamp-thresholds = false`; weights too |
+| pixels | not stated: normalised | 0 to 255 on FMNIST and CIFAR-10: `data.pixel-scale = raw` |
+| norm of the gradient | not stated: free | at most 3 on CIFAR-10, 15 on CIFAR-100: `training.clip-norm` |
+| examples of each class | by Dirichlet | on CIFAR-100 at most a client's part: `data.partition-cap = true` |
+
+With `flowing` the gradient also passes the mean into the weights, and with `clipped` only where the mean is more than 1 off the
+threshold. The paper reports the best round; `accuracy` here is the last one's.
 """
 
 import math
