@@ -43,7 +43,7 @@ LEFT_OUT = {
     r"flwr run": "tests/engines runs it",
     r"--install-completion": "changes the user's shell",
     r" \.\.\.( |$)": "is the part of the command before it that changes",
-    r"python (-m benchmarks\.|benchmarks/)(?!house|overview|site|cards|fit_curves)": "a measurement, whose page says when it was made",
+    r"python (-m benchmarks\.|benchmarks/)(?!house|overview|cards|fit_c)": "a measurement; its page says when it was made",
 }
 SHELLS = ("", "bash", "console", "sh")
 # What is put in for something of the reader's.
