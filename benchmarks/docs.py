@@ -38,6 +38,7 @@ LEFT_OUT = {
     r"piecework serve": "goes on until it is stopped; tests/command_line/test_serve.py",
     r"runs/(vit|narrow)/": "takes what a command above it makes in hours",
     r"--format executorch": "needs the extra executorch, whose tests are not in CI",
+    r"python -c": "is a line of a program of several lines",
     r"-m pytest": "one of the tests",
     r"resume-from=auto": "needs an unfinished run; tests/server_app has one",
     r"flwr run": "tests/engines runs it",
