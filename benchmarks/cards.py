@@ -1,196 +1,246 @@
-"""Draw the picture of each system's card: what four boards of different memory train of one model, and what it takes.
+"""Draw the pictures of the systems' cards: what boards of different memory train with each system.
 
-    python -m benchmarks.cards docs/pictures/systems [--only fedepth,prism]
+    python -m benchmarks.cards docs/pictures/systems
 
-The plan of the demo's model on the boards of benchmarks/cards.toml gives parts, bytes and budgets.
+The program's plan of one small fleet gives what is trained, memory and messages (card_rows.py). The model is the demo's, with
+FedDF and FedET a family of ResNets.
 """
 
 import argparse
-from collections import defaultdict
 from collections.abc import Iterable
-from itertools import groupby
+from html import escape
 from pathlib import Path
-from typing import Any
+from textwrap import wrap
 
-from piecework.device_profiles.fleet import load_fleet
-from piecework.models.cascade import Blueprint
-from piecework.models.layer_statistics import layer_statistics
-from piecework.planning.assignment import Planner
-from piecework.planning.part import Part
-from piecework.plans.plan import PlannedTask, planner_for, tasks_of_round
-from piecework.plans.question import ask
+from benchmarks.card_captions import CAPTIONS, NUMBERS, PARTS
+from benchmarks.card_rows import ALL, MB, Board, Cell, Picture, Row
 from piecework.training.methods import METHODS
-from piecework.training.settings import Settings
 
-COLOURS = ("#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377")  # Paul Tol's
-WHITE_ON = ("#4477AA", "#228833", "#AA3377")
-INK, PALE, RED = "#222222", "#eeeeee", "#cc3311"
-CLIENTS, HEIGHT = 8, 0.76
-SETTINGS: dict[str, dict[str, Any]] = {  # what a system needs to be planned
-    "feddf": {"model": "cnn3", "feddf.family": "convnet", "data.public-fraction": 0.1},
-    "fedet": {
-        "model": "resnet18",
-        "feddf.family": "resnet10",
-        "data.public-fraction": 0.1,
-    },
+SMALL, USUAL = 12, 13  # letters
+INK, GREY, RED, LINE = "#222222", "#6b6b6b", "#cc3311", "#bbbbbb"
+KINDS = {  # of boxes: colour, and what the legend says
+    "trained": ("#4477AA", "trained"),
+    "attacked": ("#AA3377", "trained on attacked examples"),
+    "kept": ("#997700", "trained, never sent"),
+    "masked": ("#228833", "a mask of frozen random weights is trained"),
+    "frozen": ("#BBCCEE", "frozen, runs before"),
+    "int8": ("#CCCCCC", "frozen, in int8"),
+    "extra": ("#EE8866", "helper head or layer, trained"),
+    "server": ("#44AA99", "learns from the clients' answers"),
 }
-NOTE = """A box is what a board trains of a layer in a round. Its height is the share of the layer's weights.
-Its numbers are the pieces in their order, or the stages of the run.{}
-Bars: memory, % of a step of the whole model. Red: the board's budget."""
-ROTATES = " Dashed: other channels, kernels or nets in each round."
-
-Shares = dict[int, tuple[float, tuple[int, ...]]]  # of each layer's place: its trained share, and the numbers
+LEFT, NUMBER, MODEL, GAP, MEMORY, SENT = 80, 18, 228, 10, 82, 90
+X_MODEL, X_MEMORY = LEFT + NUMBER, LEFT + NUMBER + MODEL + GAP
+X_SENT = X_MEMORY + MEMORY + 10
+WIDTH = X_SENT + SENT
+ROW, TALL, BETWEEN, TOP = (
+    22,
+    40,
+    12,
+    40,
+)  # heights: of one of several rows, of a board's only row, between boards, of the head
+LETTERS = 74  # a line of the caption
 
 
 def main() -> None:
-    """Draw the systems that the command line asks for."""
+    """Draw the systems' pictures, all or those named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", default="", help="systems, separated by commas")
+    parser.add_argument("names", nargs="*", metavar="SYSTEM", help="all systems if none is named")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    for name in asked.only.split(",") if asked.only else METHODS:
-        draw(name, asked.folder / f"{name}.svg")
+    for name in asked.names or METHODS:
+        (asked.folder / f"{name}.svg").write_text(draw(Picture(name)), encoding="utf-8")
 
 
-def draw(name: str, path: Path) -> None:
-    """Draw a system's picture into an SVG file."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    planner, boards = plan(name)
-    layers = [atom.name for atom in planner.cut.blueprint.atoms]
-    rotates = planner.cut.can.rotates if hasattr(planner.cut, "can") else METHODS[name].can.rotates
-    style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "piecework",
-        "font.size": 11 if len(layers) < 8 else 8,
-        "text.color": INK,
-    }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(8.6, 4.0), layout="constrained", facecolor="white")
-        model, memory = figure.subplots(1, 2, width_ratios=(5, 2), sharey=True)
-        for place, layer in enumerate([*layers, "head"]):
-            box(model, 0, (place, 1), 1.0, PALE, layer)
-        found = [shares_of(planner, [task.parts for task in tasks]) for tasks in boards.values()]
-        several = len({number for shares in found for _, numbers in shares.values() for number in numbers}) > 1
-        for row, (tasks, shares) in enumerate(zip(boards.values(), found, strict=True), start=1):
-            for places, share, numbers in runs_of(shares):
-                text = written(numbers) if several else ""
-                box(model, row, places, share, COLOURS[(numbers[0] - 1) % len(COLOURS)], text, dashed=rotates)
-            if not shares:
-                model.text(0.1, row, "nothing: no part fits", va="center", color=RED)
-            draw_memory(memory, row, planner, tasks)
-        model.set_yticks(range(len(boards) + 1), ["the model", *(f"board {each}" for each in boards)])
-        model.set_xticks([])
-        model.set(xlim=(0, len(layers) + 1), ylim=(len(boards) + 0.5, -0.5))
-        memory.set(xlim=(0, 185), xlabel="memory, %")
-        memory.axvline(100, color=INK, linewidth=0.8, linestyle=":")
-        memory.tick_params(left=False, labelleft=False)
-        model.tick_params(left=False)
-        model.spines[:].set_visible(False)
-        memory.spines[["top", "left", "right"]].set_visible(False)
-        figure.supxlabel(NOTE.format(ROTATES if rotates else ""), x=0.01, ha="left", fontsize=9)
-        figure.savefig(path, metadata={"Date": None, "Creator": None})
-    text = path.read_text("utf-8")
-    path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
-
-
-def plan(name: str) -> tuple[Planner, dict[str, list[PlannedTask]]]:
-    """Return the planner of a system on the boards, and for each board its tasks, one for each stage."""
-    fleet = str(Path(__file__).parent / "cards.toml")
-    values = {"strategy": name, "clients": CLIENTS, "fleet": fleet, "memory.model": "traced"}
-    settings = Settings.from_run_config(values | SETTINGS.get(name, {}))
-    question = ask(settings)
-    planner, (states, *_) = planner_for(load_fleet(fleet), settings, question)
-    boards = defaultdict(list)
-    for stage in range(len(planner.cut.stages)):
-        kinds = {task.state.device: task for task in tasks_of_round(planner, stage, 1, states, question.examples)}
-        for device, task in kinds.items():
-            boards[device].append(task)
-    return planner, dict(boards)
-
-
-def shares_of(planner: Planner, stages: list[tuple[Part, ...]]) -> Shares:
-    """Return what a board trains of each layer: the largest share of its weights, and in which pieces or stages."""
-    full = planner.cut.blueprint
-    places = {atom.name: place for place, atom in enumerate(full.atoms)} | {"head": len(full.atoms)}
-    shares: Shares = {}
-    numbered = [(number, part) for number, parts in enumerate(stages, start=1) for part in parts]
-    if len(stages) == 1:
-        numbered = list(enumerate(stages[0], start=1))
-    for number, part in numbered:
-        for unit, layer in units_of(part):
-            if layer not in places or unit not in part.learned:
-                continue
-            place = places[layer]
-            known, numbers = shares.get(place, (0.0, ()))
-            share = max(known, share_of(part, unit, full, place))
-            shares[place] = (share, tuple(sorted({*numbers, number})))
-    return dict(sorted(shares.items()))
-
-
-def units_of(part: Part) -> Iterable[tuple[str, str]]:
-    """Return the units of a part, with the name of the layer of each."""
-    for atom in part.atoms:
-        yield f"atoms.{atom}", part.blueprint.atoms[atom].name
-    yield part.head, "head"
-
-
-def share_of(part: Part, unit: str, full: Blueprint, place: int) -> float:
-    """Return the share of a layer's weights that a part has, at most 1."""
-    of = "head" if place == len(full.atoms) else f"atoms.{place}"
-    whole = layer_statistics(full, of).parameters
-    return min(1.0, part.copies * layer_statistics(part.blueprint, unit).parameters / whole) if whole else 1.0
-
-
-def runs_of(shares: Shares) -> Iterable[tuple[tuple[int, int], float, tuple[int, ...]]]:
-    """Return boxes over neighbouring layers with as large a share in the same pieces: place and count, share, numbers."""
-    for (numbers, _), group in groupby(shares.items(), key=lambda item: (item[1][1], round(item[1][0], 2))):
-        found = list(group)
-        start = found[0][0]
-        while found:
-            count = next((at for at, (place, _) in enumerate(found) if place != start + at), len(found))
-            yield (start, count), found[0][1][0], numbers
-            found = found[count:]
-            start = found[0][0] if found else 0
-
-
-def written(numbers: tuple[int, ...]) -> str:
-    """Return numbers as text: 3, 1..4, or 1, 3."""
-    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{numbers[0]}..{numbers[-1]}"
-    return ", ".join(map(str, numbers))
-
-
-def draw_memory(axes: Any, row: int, planner: Planner, tasks: list[PlannedTask]) -> None:
-    """Draw the largest step of a board beside its budget."""
-    costs = planner.cut.cost_model
-    peaks = [costs.bytes(part) for task in tasks for part in task.parts]
-    scale = 100 / costs.reference_bytes
-    axes.barh(row, scale * max(peaks, default=0), 0.35, color=COLOURS[0])
-    axes.vlines(scale * tasks[0].state.budget_bytes, row - 0.3, row + 0.3, color=RED, linewidth=2)
-
-
-def box(
-    axes: Any, row: int, places: tuple[int, int], share: float, colour: str, text: str, *, dashed: bool = False
-) -> None:
-    """Draw a box over `count` layers from `first` on, as high as the share, with its text."""
-    first, count = places
-    left, bottom = first + 0.03, row + HEIGHT / 2
-    if share < 0.995:
-        axes.bar(left, -HEIGHT, count - 0.06, bottom, align="edge", fill=False, edgecolor="#bbbbbb", linewidth=0.8)
-    line = {"edgecolor": INK, "linestyle": "--", "linewidth": 1.0} if dashed else {}
-    axes.bar(left, -HEIGHT * share, count - 0.06, bottom, align="edge", color=colour, **line)
-    inside = share > 0.45
-    axes.text(
-        first + count / 2,
-        bottom - HEIGHT * (share / 2 if inside else (1 + share) / 2),
-        text,
-        ha="center",
-        va="center",
-        color="white" if colour in WHITE_ON and inside else INK,
+def draw(picture: Picture) -> str:
+    """Return the picture as SVG."""
+    boards = picture.boards
+    most = max(1.0, *(max(board.budget, *(row.peak for row in board.rows)) for board in boards))
+    body, y = header(picture, most), float(TOP)
+    for board in boards:
+        body += draw_board(board, picture, y, most)
+        y += height(board) + BETWEEN
+    if picture.server:
+        body += [text(0, y + 17, "server", weight=600), *boxes(picture.server, len(picture.columns), y, 26)]
+        y += 26 + BETWEEN
+    bottom = y - BETWEEN + 3
+    whole = X_MEMORY + MEMORY / most
+    body.append(f'<path d="M{whole:.1f} {TOP - 4}V{bottom:.0f}" stroke="{GREY}" stroke-dasharray="3 3"/>')
+    below, end = footer(picture, y + 8)
+    size = f'viewBox="0 0 {WIDTH + 16} {end + 10:.0f}" width="{WIDTH + 16}" height="{end + 10:.0f}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="Helvetica, Arial, sans-serif" '
+            f'font-size="{USUAL}" fill="{INK}">',
+            f"<title>What boards of different memory train with {picture.name}</title>",
+            f'<rect width="{WIDTH + 16}" height="{end + 10:.0f}" rx="6" fill="#ffffff"/>',
+            '<g transform="translate(8 4)">',
+            *body,
+            *below,
+            "</g>",
+            "</svg>\n",
+        ]
     )
+
+
+def header(picture: Picture, most: float) -> list[str]:
+    """Return the names of the columns."""
+    width = MODEL / len(picture.columns)
+    if len(picture.columns) > 7:
+        names = [text(X_MODEL, 30, picture.title, size=SMALL, colour=GREY)]
+    else:
+        names = [
+            text(X_MODEL + (n + 0.5) * width, 30, name, "middle", 11, GREY) for n, name in enumerate(picture.columns)
+        ]
+    return [
+        text(0, 30, "memory", size=SMALL, colour=GREY),
+        *names,
+        text(X_MEMORY, 12, "peak memory,", size=SMALL, colour=GREY),
+        text(X_MEMORY, 26, "┆ whole step", size=SMALL, colour=GREY),
+        text(X_SENT, 12, "sent, in", size=SMALL, colour=GREY),
+        text(X_SENT, 26, f"{'MB' if picture.unit == MB else 'kB'} a round", size=SMALL, colour=GREY),
+    ]
+
+
+def height(board: Board) -> int:
+    """Return the height of a board's rows."""
+    return TALL if len(board.rows) == 1 else ROW * len(board.rows)
+
+
+def draw_board(board: Board, picture: Picture, top: float, most: float) -> list[str]:
+    """Return a board with its rows."""
+    memory = f"{board.memory / 1e6:.3g} MB"
+    lines = [text(0, top + 12, board.name, weight=600), text(0, top + 26, memory, size=SMALL, colour=GREY)]
+    if board.trains:
+        lines.append(text(0, top + 39, board.trains, size=SMALL, colour=GREY))
+    tall = len(board.rows) == 1
+    step = TALL if tall else ROW
+    for n, row in enumerate(board.rows):
+        y = top + n * step
+        lines += draw_row(row, len(picture.columns), y, step - (4 if tall else 3), most, picture.unit)
+    at, end = X_MEMORY + MEMORY * board.budget / most, top + height(board) - 3
+    lines.append(f'<path d="M{at:.1f} {top:.0f}V{end:.0f}" stroke="{RED}" stroke-width="2.5"/>')
+    return lines
+
+
+def draw_row(row: Row, columns: int, y: float, high: float, most: float, unit: float) -> list[str]:
+    """Return the boxes of a row, its memory and its messages."""
+    middle = y + high / 2
+    lines = [outline(columns, y, high), text(X_MODEL - 10, middle + 4, row.number, "middle", SMALL)]
+    if row.note:
+        return [*lines, text(X_MODEL + MODEL / 2, middle + 4, row.note, "middle", halo="#fafafa")]
+    lines += boxes(row.cells, columns, y, high)
+    bar = min(12.0, high - 8)
+    lines.append(rect(X_MEMORY, middle - bar / 2, MEMORY * row.peak / most, bar, "#8899AA"))
+    if row.sent is not None:
+        lines.append(text(X_SENT, middle + 4, sent(*row.sent, unit), size=SMALL, colour=GREY))
+    return lines
+
+
+def outline(columns: int, y: float, high: float) -> str:
+    """Return dashed boxes for all parts of the model."""
+    width = MODEL / columns
+    path = "".join(
+        f"M{X_MODEL + n * width + 1.5:.1f} {y:.1f}h{width - 3:.1f}v{high:.1f}h{3 - width:.1f}z" for n in range(columns)
+    )
+    return f'<path d="{path}" fill="#fafafa" stroke="{LINE}" stroke-dasharray="2 2"/>'
+
+
+def boxes(cells: Iterable[Cell], columns: int, y: float, high: float) -> list[str]:
+    """Return boxes, filled where channels are trained."""
+    width = MODEL / columns
+    lines, words = [], []
+    for cell in cells:
+        x, wide = X_MODEL + cell.place * width + 1.5, cell.width * width - 3
+        colour = KINDS[cell.kind][0]
+        edge = ' stroke="#ffffff"' if cell.kind == "extra" and cell.width < 0.3 else ""
+        gap = (
+            0.8
+            if len(cell.runs) > 1 and any(a[1] == b[0] for a, b in zip(cell.runs, cell.runs[1:], strict=False))
+            else 0
+        )
+        path = "".join(
+            f"M{x:.1f} {y + start * high:.1f}h{wide:.1f}v{(end - start) * high - gap:.1f}h{-wide:.1f}z"
+            for start, end in cell.runs
+        )
+        lines.append(f'<path d="{path}" fill="{colour}"{edge}/>')
+        if cell.runs != ALL:
+            frame = f"M{x:.1f} {y:.1f}h{wide:.1f}v{high:.1f}h{-wide:.1f}z"
+            lines.append(f'<path d="{frame}" fill="none" stroke="{colour}"/>')
+        if cell.text:
+            words.append(text(x + wide / 2, y + high / 2 + 4, cell.text, "middle", SMALL, "#ffffff", halo=colour))
+    return lines + words
+
+
+def footer(picture: Picture, y: float) -> tuple[list[str], float]:
+    """Return the legend and the caption, and where they end."""
+    rows = [row for board in picture.boards for row in board.rows]
+    cells = [cell for row in rows for cell in row.cells]
+    found = {cell.kind for cell in [*cells, *picture.server]}
+    entries = [(kind, KINDS[kind][1]) for kind in KINDS if kind in found]
+    if any(cell.runs != ALL for cell in cells):
+        entries.append(("part", f"filled: the board's {PARTS.get(picture.name, 'channels')}"))
+    if any(sum(cell.width for cell in row.cells if cell.kind != "extra") < len(picture.columns) - 0.1 for row in rows):
+        entries.append(("none", "not on the board"))
+    lines, x = [], 0.0
+    for kind, meaning in [*entries, ("budget", "the board's memory")]:
+        wide = 18 + 6.6 * len(meaning) + 8
+        if x + wide > WIDTH:
+            x, y = 0.0, y + 18
+        lines += [swatch(kind, x, y), text(x + 17, y + 10, meaning, size=SMALL)]
+        x += wide
+    words = " ".join(filter(None, [NUMBERS.get(picture.name, ""), CAPTIONS[picture.name]]))
+    for line in wrap(words, LETTERS):
+        y += 18
+        lines.append(text(0, y + 16, line))
+    return lines, y + 24
+
+
+def swatch(kind: str, x: float, y: float) -> str:
+    """Return the legend's sample of a kind of box."""
+    if kind == "budget":
+        return rect(x + 4, y, 3, 12, RED)
+    if kind == "none":
+        return f'<path d="M{x + 0.5:.1f} {y + 0.5}h11v11h-11z" fill="#fafafa" stroke="{LINE}" stroke-dasharray="2 2"/>'
+    if kind == "part":
+        colour = KINDS["trained"][0]
+        frame = f'<path d="M{x + 0.5:.1f} {y + 0.5}h11v11h-11z" fill="none" stroke="{colour}"/>'
+        return rect(x, y, 12, 5, colour) + frame
+    return rect(x, y, 12, 12, KINDS[kind][0])
+
+
+def sent(down: int, up: int, unit: float) -> str:
+    """Return the bytes of a round's messages to a client and back, in words."""
+    return f"↓ {amount(down / unit)} ↑ {amount(up / unit)}" if down or up else "nothing"
+
+
+def amount(value: float) -> str:
+    """Return a number in two digits or more."""
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+
+def rect(x: float, y: float, wide: float, high: float, colour: str) -> str:
+    """Return a filled rectangle."""
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill="{colour}"/>'
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    anchor: str = "start",
+    size: int = USUAL,
+    colour: str = "",
+    weight: int = 0,
+    halo: str = "",
+) -> str:
+    """Return a line of text."""
+    extra = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    extra += f' font-size="{size}"' if size != USUAL else ""
+    extra += f' fill="{colour}"' if colour else ""
+    extra += f' font-weight="{weight}"' if weight else ""
+    extra += f' stroke="{halo}" stroke-width="4" paint-order="stroke"' if halo else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{escape(words)}</text>' if words else ""
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def system_page(name: str, docs: Path) -> str:
     if not (docs / "systems" / picture).is_file():
         return f"{title}\n\n{rest}"
     idea, mark, rest = rest.partition("\n## ")
-    return f"{title}\n\n{idea}\n![What each of the demo's devices trains with {name}]({picture})\n{mark}{rest}"
+    return f"{title}\n\n{idea}\n![What boards of different memory train with {name}]({picture})\n{mark}{rest}"
 
 
 def commands_page() -> str:

@@ -2,13 +2,14 @@
 Adversarial Training", 2020, https://arxiv.org/abs/2012.01791): FedProphet's upper bound.
 
 Every client trains the whole model on adversarial examples (FedProphet's Eq. 2), and w <- sum_k q_k w_k. It is implemented as
-FedProphet with one module. A device that is short of memory swaps, which costs simulated time (FedProphet's clock) but no
-accuracy. Budgets are therefore not enforced, and jFAT runs only on emulated budgets.
+FedProphet with one module. `fedprophet.r-min`, `fedprophet.apa` and `fedprophet.dma` have no effect here.
 
-Where it differs from the paper: the model of the run is that of the round with the best C + 1.5 A, as in the code of
-FedProphet's authors, where C and A are the clean and adversarial accuracy on the clients' validation data. The run ends when
-this score has not risen for `fedprophet.stage-patience` rounds. `fedprophet.r-min`, `fedprophet.apa` and `fedprophet.dma` have
-no effect here.
+Where it differs from the paper: as in FedProphet's comparison, a device that is short of memory swaps, which costs simulated
+time (FedProphet's clock) but no accuracy. Budgets are therefore not enforced, and jFAT runs only on emulated budgets.
+
+The model of the run is that of the round with the best C + 1.5 A, as in the code of FedProphet's authors, where C and A are the
+clean and adversarial accuracy on the clients' validation data. The run ends when this score has not risen for
+`fedprophet.stage-patience` rounds.
 """
 
 from functools import cached_property

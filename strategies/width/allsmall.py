@@ -1,7 +1,10 @@
 """AllSmall, a baseline of ProFL's Table 1: FedAvg with a model so narrow that the poorest client can train it.
 
-The width ratio is the largest multiple of 1/64 whose model fits the smallest budget. It is chosen once, when the run begins.
-With `heterofl.width-rule = paper` it is the smallest budget's fraction of the full model's memory.
+The width ratio is chosen once, when the run begins.
+
+Where it differs from the paper: the width ratio is the largest multiple of 1/64 whose model fits the smallest budget, by the
+bytes of its own step. With `heterofl.width-rule = paper` it is the smallest budget's fraction of the full model's memory, as
+FedProphet's paper sizes narrow models.
 """
 
 from dataclasses import dataclass, replace

@@ -2,8 +2,10 @@
 
 A client of keep ratio c (`prism.keep-ratios`) trains HeteroFL's sub-model of that fraction of the channels, without Scaler and
 class mask. Each entry is averaged over the clients that had it. The model that is evaluated and saved is the largest sub-model
-that any client trains, as in HeteroFL. In the code of PriSM's authors all other channels are 0, which computes the same. Ours:
-as in HeteroFL, the first layer is cut too.
+that any client trains, as in HeteroFL.
+
+Where it differs from the paper: in the code of PriSM's authors all other channels are 0, which computes the same, and the first
+layer is whole. Here it is cut too, as in HeteroFL.
 """
 
 from functools import cached_property

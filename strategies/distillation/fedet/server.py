@@ -2,9 +2,9 @@
 for Training Large Models in Federated Learning", IJCAI 2022, https://arxiv.org/abs/2204.12703), the server's side, as
 FedProphet compares with it.
 
-Clients train as in FedDF. The server's model W, of the largest architecture, learns from the ensemble of clients' models
-alone; no client trains it. K clients took part in the round, K_p of them with architecture p. s_k are the logits of client k's
-model, v_k(x) their variance over the classes, and phi is the last linear layer, which has the same shape in all models:
+Clients train as in FedDF. The server's model W, of the largest architecture, learns from the ensemble of clients' models alone;
+no client trains it. K clients took part in the round, K_p of them with architecture p. s_k are the logits of client k's model,
+v_k(x) their variance over the classes, and phi is the last linear layer, which has the same shape in all models:
 
   1. phi of W <- sum_k phi_k / K
   2. pseudo-label y(x): the largest class of sum_k v_k s_k / sum_k v_k, the weighted consensus
@@ -12,9 +12,8 @@ model, v_k(x) their variance over the classes, and phi is the last linear layer,
   4. W <- steps on CE(s_W(x), y(x)) + lambda KL(softmax(d(x)) || softmax(s_W(x))), x public; lambda is `fedet.diversity`
   5. w_p <- sum_{k in D_p} w_k / K_p, with phi of W, for each architecture p
 
-Where it differs from the paper: if all k agree on an example, d(x) = 0, as in the code of FedProphet's authors: the KL is that
-to the uniform distribution. Clients have equal weights in steps 1 and 5, as there. Batches, rate and momentum are those of
-FedDF.
+Where it differs from the paper: it follows the code of FedProphet's authors. If all k agree on an example, d(x) = 0: the KL is
+that to the uniform distribution. Clients have equal weights in steps 1 and 5. Batches, rate and momentum are those of FedDF.
 """
 
 from dataclasses import replace

@@ -16,9 +16,8 @@ times what it was.
 
 Where it differs from the paper: a layer is an atom, and the head is trained with the last one. Memory is the only constraint;
 the paper's tables also have times and bytes. r counts examples. Int8 covers convolutions and the norms behind them; other
-frozen layers, and what lies between convolutions, are float32. Scales are those of each batch, where the authors carry
-averaged ones over from training. A frozen norm uses its running statistics, as theirs does, so `architecture.batch-norm` is
-running.
+frozen layers, and what lies between convolutions, are float32. Scales are those of each batch, where the authors carry averaged
+ones over from training. A frozen norm uses its running statistics, as theirs does, so `architecture.batch-norm` is running.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,11 @@
 """FedAvg (H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas, "Communication-Efficient
 Learning of Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602.05629).
 
-Algorithm 1: w <- sum_k n_k / n w_k over the clients of a round; with `fedavg.client-weights = equal` their plain mean. Every
-client trains the whole model, at `architecture.width`; a client whose budget is too small refuses the task. With `memory.fit`
-it may compute its batches in micro-batches, or recompute segments of the model; it refuses if no such step fits.
+Algorithm 1: w <- sum_k n_k / n w_k over the clients of a round. Every client trains the whole model, at `architecture.width`.
+
+Where it differs from the paper: clients have budgets. One whose budget is too small refuses the task. With `memory.fit` it may
+compute its batches in micro-batches, or recompute segments of the model; it refuses if no such step fits. With
+`fedavg.client-weights = equal` the server takes the plain mean.
 """
 
 from dataclasses import replace

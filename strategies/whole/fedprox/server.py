@@ -12,7 +12,7 @@ FedAvg with a proximal term, which keeps the weights of a client near w^t, those
 A client holds w^t beside w, and its memory cost says so. The term counts all parameters, also those of norms.
 
 Where it differs from the paper: updates are weighted by examples as FedAvg's are, where the paper draws clients by their
-examples and takes the plain mean; and all clients make as many steps, where the paper lets slow ones stop early with a
+examples and takes the plain mean. All clients make as many steps, where the paper lets slow ones stop early with a
 gamma-inexact solution.
 """
 

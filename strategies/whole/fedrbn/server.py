@@ -3,22 +3,21 @@ Robustness in Heterogeneous Federated Learning", AAAI 2023, https://arxiv.org/ab
 compares with it.
 
 Weights are averaged by numbers of examples. Batch norms have two sets of statistics: the mean mu_l and variance v_l of layer l
-over clean examples, and mu'_l and v'_l over adversarial ones. S are the clients that trained adversarially in a round, and t
-is one that trained on clean examples. Robustness propagates from S to t:
+over clean examples, and mu'_l and v'_l over adversarial ones. S are the clients that trained adversarially in a round, and t is
+one that trained on clean examples. Robustness propagates from S to t:
 
   (mu'_t, v'_t) <- sum_{s in S} a_ts (mu'_s, v'_s),   a_t = softmax over s of c_ts / 0.01
   c_ts = mean over layers of [cos(mu_t, mu_s) + cos(v_t, v_s)] / 2
 
-If S is empty, nothing propagates. With `architecture.batch-norm = local`, the default here, clean statistics, scales and
-shifts stay with the clients, and the server keeps each client's adversarial statistics for it. With `running`, all of these
-are averaged over the clients of the round like everything else, propagated ones included.
+If S is empty, nothing propagates. With `architecture.batch-norm = local`, the default here, clean statistics, scales and shifts
+stay with the clients, and the server keeps each client's adversarial statistics for it. With `running`, all of these are
+averaged over the clients of the round like everything else, propagated ones included.
 
 Where it differs from the paper: as in FedProphet's comparison, clients with too little memory for an adversarial step train on
 clean examples. If they cannot do that either, they swap, which costs only simulated time. Budgets are therefore not enforced,
 and FedRBN runs only on emulated budgets. The model is tested with the set of statistics that belongs to each kind of example
-(`fedrbn.evaluation-branch = oracle`). FedRBN's own test learns a detector. The one here (`detector`) is a support vector
-machine with an RBF kernel on the clean logits of public examples and of attacks on them; it is fitted again for each
-evaluation.
+(`fedrbn.evaluation-branch = oracle`). FedRBN's own test learns a detector. Ours (`detector`) is a support vector machine with
+an RBF kernel on the clean logits of public examples and of attacks on them; it is fitted again for each evaluation.
 """
 
 from collections.abc import Mapping

@@ -4,16 +4,17 @@ https://arxiv.org/abs/2102.13451), the server's side.
 
 p_max is the largest of `heterofl.width-ratios` whose step fits the client, or the ratio that its fleet sets (`keep`). The
 client receives the first p_max C of the C channels of every layer. Its trainer also trains the nets of all smaller ratios,
-which lie within these channels. Batch norms have a scale and a shift for each ratio (`fjord.norms = shared`: the narrower nets
-use the first entries of the widest one's). Each entry is averaged over the clients that had it, weighted by examples, as in
-FjORD's nested aggregation.
+which lie within these channels: each batch draws one of them. Batch norms have a scale and a shift for each ratio
+(`fjord.norms = shared`: the narrower nets use the first entries of the widest one's). Each entry is averaged over the clients
+that had it, weighted by examples, as in FjORD's nested aggregation. `fjord.distillation` switches self-distillation on.
 
 Where it differs from the paper: its fleets have clients of full width. In one without, the widest trained net is evaluated and
-saved, with its own norms, as in HeteroFL (serving.py): the server's other channels have random weights that nobody trains.
+saved, with its own norms, as in HeteroFL (`heterofl/serving.py`): the server's other channels have random weights that nobody
+trains. There is no Scaler.
 
 With `fjord.sampling = round` one ratio is drawn for each client and round, and only that net is sent and trained. `uniform` is
 the version that SpaFL compares with: the ratio is from U(p_min, p_max). A server prices every net, so a draw stands for the
-middle of one of 32 equal parts. There is no Scaler. `fjord.distillation` switches self-distillation on.
+middle of one of 32 equal parts.
 """
 
 from dataclasses import replace

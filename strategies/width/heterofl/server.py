@@ -2,24 +2,27 @@
 Heterogeneous Clients", ICLR 2021, https://arxiv.org/abs/2010.01264), the server's side. FedRolex
 and FedDrop are built on it and choose other channels.
 
-W_l are the full model's weights of layer l. r is a client's width ratio: the largest of `heterofl.width-ratios` whose step
-fits its budget; with `heterofl.width-rule = paper` R_k / R_max in multiples of 1/64, for a client's memory R_k and that of a
-step of the full model R_max, as FedProphet's paper sizes its rivals (appendix B.2), however much more would fit. A client
-trains the first ceil(r C) of the C channels of every layer (with FedProphet's rule int(r C), as in its code); inputs and
-classes are never cut. Each entry of the new W_l is the unweighted mean over the clients that had it (`heterofl.client-weights
-= examples`: weighted by numbers of examples), and an entry that no client had keeps its value. A client contributes only the
-rows of the last layer whose classes it has examples of (masked cross-entropy; `heterofl.masked-loss`).
+W_l are the full model's weights of layer l. r is a client's width ratio, one of `heterofl.width-ratios`. A client trains the
+first ceil(r C) of the C channels of every layer; inputs and classes are never cut. Each entry of the new W_l is the unweighted
+mean over the clients that had it, and an entry that no client had keeps its value. A client contributes only the rows of the
+last layer whose classes it has examples of (masked cross-entropy; `heterofl.masked-loss`).
 
-Where it differs from the paper: it assigns width ratios to clients, and here a client's follows from its memory. The static
-batch norm is `architecture.batch-norm = static`, the default: norms keep no statistics in training, and all clients measure
-those of the served model after the last round (server_app/served_model.py). Before that, the clients of a round measure
-whenever its model is evaluated, which is `measured`, the default of FedRolex and FedDrop. Running statistics averaged over
-sub-models of different widths fit none of them. With `local`, each client keeps the norms of its channels, and the server's
-average of them is only evaluated.
+HeteroFL's static batch norm is `architecture.batch-norm = static`, its default: norms keep no statistics in training, and all
+clients measure those of the served model after the last round (server_app/served_model.py).
 
-The model that is evaluated, measured and saved is the widest trained net (serving.py): the full model only if some client can
-train it. Likewise the global model in the authors' code is as wide as the widest client (process_control: global_model_rate).
-FedRolex and FedDrop reach all channels in time, and serve the full model.
+Where it differs from the paper: there, a client's ratio is given. Here it is the largest of `heterofl.width-ratios` whose step
+fits its budget. With `heterofl.width-rule = paper` it is R_k / R_max in multiples of 1/64, for a client's memory R_k and that
+of a step of the full model R_max, as FedProphet's paper sizes its rivals (appendix B.2), however much more would fit; a client
+then trains the first int(r C) channels, as in the code of FedProphet's authors. `heterofl.client-weights = examples` weighs
+clients by their numbers of examples.
+
+The model that is evaluated, measured and saved is the widest trained net (`heterofl/serving.py`): the full model only if some
+client can train it. Likewise the global model in the authors' code is as wide as the widest client (`process_control`:
+`global_model_rate`). FedRolex and FedDrop reach all channels in time, and serve the full model.
+
+Before the last round, the clients of a round measure static norms whenever its model is evaluated, which is `measured`, the
+default of FedRolex and FedDrop. Running statistics averaged over sub-models of different widths fit none of them. With `local`,
+each client keeps the norms of its channels, and the server's average of them is only evaluated.
 """
 
 from collections.abc import Callable, Mapping

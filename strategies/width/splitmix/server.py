@@ -5,8 +5,8 @@ The model is an ensemble of round(1 / a) narrow base nets, which share no weight
 (`splitmix.width-ratio`). A client trains as many base nets as its budget allows, or as many as add up to the ratio that its
 fleet sets (`keep`). One of them is assigned in turn, so that all nets are trained equally often, and the others are drawn at
 random. Each net is averaged over the clients that trained it, weighted by examples. Nets that no client trained stay as they
-were. The model predicts the mean of all nets' logits. Layers have HeteroFL's Scaler, and begin with weights of the full
-model's size (models/mix.py; `splitmix.scaler = false`: neither).
+were. The model predicts the mean of all nets' logits. Layers have HeteroFL's Scaler, and begin with weights of the full model's
+size (models/mix.py; `splitmix.scaler = false`: neither).
 
 Where it differs from the paper: the Scaler is part of the model, so it is also active in evaluation. In the authors' code it
 is active only in training, where batch norms follow it.
