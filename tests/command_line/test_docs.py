@@ -68,7 +68,21 @@ def test_the_fleet_in_the_documents_loads(tmp_path: Path) -> None:
     assert [device.name for device in load_fleet(str(tmp_path / "mine.toml")).devices] == ["pi"]
 
 
-MODULES = ("my_net", "my_prox", "my_half", "my_smooth", "my_model", "my_data", "my_study", "run_all")
+MODULES = (
+    *(
+        "my_net",
+        "my_prox",
+        "my_half",
+        "my_smooth",
+        "my_model",
+        "my_data",
+        "my_table",
+        "my_images",
+        "my_study",
+        "run_all",
+    ),
+    "use_net",
+)
 PROX = "my_prox:Prox"
 
 
