@@ -8,9 +8,9 @@ which lie within these channels: each batch draws one of them. Batch norms have 
 (`fjord.norms = shared`: the narrower nets use the first entries of the widest one's). Each entry is averaged over the clients
 that had it, weighted by examples, as in FjORD's nested aggregation. `fjord.distillation` switches self-distillation on.
 
-Where it differs from the paper: its fleets have clients of full width. In one without, the widest trained net is evaluated and
-saved, with its own norms, as in HeteroFL (`heterofl/serving.py`): the server's other channels have random weights that nobody
-trains. There is no Scaler.
+Where it differs from the paper: the paper's fleets have clients of full width. In one without, the widest trained net is
+evaluated and saved, with its own norms, as in HeteroFL (`heterofl/serving.py`): the server's other channels have random weights
+that nobody trains. There is no Scaler.
 
 With `fjord.sampling = round` one ratio is drawn for each client and round, and only that net is sent and trained. `uniform` is
 the version that SpaFL compares with: the ratio is from U(p_min, p_max). A server prices every net, so a draw stands for the

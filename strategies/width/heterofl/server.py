@@ -10,11 +10,11 @@ last layer whose classes it has examples of (masked cross-entropy; `heterofl.mas
 HeteroFL's static batch norm is `architecture.batch-norm = static`, its default: norms keep no statistics in training, and all
 clients measure those of the served model after the last round (server_app/served_model.py).
 
-Where it differs from the paper: there, a client's ratio is given. Here it is the largest of `heterofl.width-ratios` whose step
-fits its budget. With `heterofl.width-rule = paper` it is R_k / R_max in multiples of 1/64, for a client's memory R_k and that
-of a step of the full model R_max, as FedProphet's paper sizes its rivals (appendix B.2), however much more would fit; a client
-then trains the first int(r C) channels, as in the code of FedProphet's authors. `heterofl.client-weights = examples` weighs
-clients by their numbers of examples.
+Where it differs from the paper: in the paper a client's ratio is given. Here it is the largest of `heterofl.width-ratios` whose
+step fits its budget. With `heterofl.width-rule = paper` it is R_k / R_max in multiples of 1/64, for a client's memory R_k and
+that of a step of the full model R_max, as FedProphet's paper sizes its rivals (appendix B.2), however much more would fit; a
+client then trains the first int(r C) channels, as in the code of FedProphet's authors. `heterofl.client-weights = examples`
+weighs clients by their numbers of examples.
 
 The model that is evaluated, measured and saved is the widest trained net (`heterofl/serving.py`): the full model only if some
 client can train it. Likewise the global model in the authors' code is as wide as the widest client (`process_control`:
