@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from document_helpers import ROOT, pages
+from document_helpers import ROOT, cards, pages
 
 from benchmarks.docs import RECORDS, beside, commands_of, run_in, why_not
 from benchmarks.site import write_pages
@@ -117,3 +117,14 @@ def test_no_command_that_was_run_failed() -> None:
     assert len(found) > 100
     assert not [each for each, record in records.items() if record["outcome"] == "failed"]
     assert not [each for each in records if why_not(each)]
+
+
+def test_links_outside_of_the_site_lead_to_files() -> None:
+    """Those of README and its companions, and of the cards as they lie beside the code; the site's own are built strictly."""
+    found = 0
+    for page in [*ROOT.glob("*.md"), *cards()]:
+        for target in re.findall(r"\]\(([^)\s#]+)", page.read_text("utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page}: {target}"
+                found += 1
+    assert found > 50
