@@ -1,23 +1,20 @@
-"""The site of the documents: `make docs` builds it into docs/_build, and fails for a warning.
+"""The site of the documents: `make docs` builds it into docs/_build, and fails for a warning. Build it from the
+repository, where `benchmarks` is found.
 
 The pages of the systems, and the lists of commands and settings, are written from the program before the site is built.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 
-DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))
+import piecework
+from benchmarks.docs import RECORDS, beside
+from benchmarks.site import write_pages
 
-import piecework  # noqa: E402
-from benchmarks.docs import RECORDS, beside  # noqa: E402
-from benchmarks.site import write_pages  # noqa: E402
-
-write_pages(DOCS)
+write_pages(Path(__file__).resolve().parent)
 
 project = "Piecework"
 author = "The Piecework developers"

@@ -1,17 +1,14 @@
-"""The documents: README and its companions, the pages of the site, and the systems' cards."""
+"""The documents, as `benchmarks.docs` finds them, and the pages that are written from records."""
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-WRITTEN = {ROOT / "docs" / "reference" / name for name in ("commands.md", "settings.md")}  # by benchmarks.site
+from benchmarks.docs import ROOT
+from benchmarks.docs import pages as pages_with_commands
 
 
 def pages() -> list[Path]:
-    """Every document that is written by hand."""
-    site = [
-        path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "systems" and path not in WRITTEN
-    ]
-    return [*sorted(ROOT.glob("*.md")), *(path for path in site if "_build" not in path.parts), *cards()]
+    """Every document of this repository but those that the program writes from itself."""
+    return [*pages_with_commands(), *sorted((ROOT / "docs" / "claims").glob("*.md"))]
 
 
 def cards() -> list[Path]:
