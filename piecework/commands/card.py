@@ -23,8 +23,9 @@ def find_card(name: str) -> Path:
     Raises SettingsError for a name that no system of this project has.
     """
     if name not in METHODS:
+        near = did_you_mean(name, METHODS)
         raise SettingsError(
-            f"there is no card of a system {name!r}: piecework strategies lists them{did_you_mean(name, METHODS)}"
+            f"{name!r} is no system of this project, and only those have cards: {', '.join(METHODS)}{near}"
         )
     module = sys.modules[load(METHODS[name].server).__module__]
     return Path(str(module.__file__)).parent / f"{name}.md"

@@ -43,7 +43,7 @@ def test_the_command_prints_the_card() -> None:
     assert "heterofl.width-ratios" in done.stdout
     done = CliRunner().invoke(app, ["strategies", "heterof"])
     assert done.exit_code == 2
-    assert "no card of a system 'heterof'" in done.stderr
+    assert "'heterof' is no system of this project" in done.stderr
     assert "did you mean 'heterofl'?" in done.stderr
 
 
