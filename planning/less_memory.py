@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from piecework.planning.costs import CostModel
+from piecework.planning.page_plan import Speed
 from piecework.planning.part import Part
 from piecework.training.settings.shared import WAYS
 
@@ -27,12 +28,13 @@ class LessMemory:
     flops: float
 
 
-def in_less_memory(cost_model: CostModel, part: Part, allowed: Iterable[int]) -> LessMemory | None:
-    """Return how far `memory.fit` helps devices that may use `allowed` bytes each; None if the part has no other step."""
+def in_less_memory(cost_model: CostModel, part: Part, devices: Iterable[tuple[int, Speed]]) -> LessMemory | None:
+    """Return how far `memory.fit` helps devices, of which each may use so many bytes; None if the part has no other step."""
     costs = cost_model.having(ways=(FIT, *WAYS))
     if costs.memory_model is not None or not part.ways:
         return None
     least = costs.bytes(costs.fit_part(part, 0))
-    fitted = costs.fit_part(part, min((amount for amount in allowed if amount >= least), default=0))
+    able = [device for device in devices if device[0] >= least]
+    fitted = costs.fit_part(part, *min(able, key=lambda device: device[0])) if able else costs.fit_part(part, 0)
     flops = costs.trace(fitted).flops / costs.trace(part).flops
     return LessMemory(fitted, least, costs.bytes(part), costs.bytes(fitted), flops)

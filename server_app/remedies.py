@@ -5,15 +5,16 @@ from typing import Any
 
 from piecework.device_profiles.profile import format_bytes
 from piecework.planning.less_memory import FIT, in_less_memory
+from piecework.planning.page_plan import speed_of
 from piecework.strategies.server import MethodServer
 from piecework.training.methods import in_pieces
 
 
-def remedies(server: MethodServer, refused: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the remedies, a line each; `refused` are the clients' entries of the round's record."""
+def remedies(server: MethodServer, refused: Sequence[dict[str, Any]], server_round: int) -> list[str]:
+    """Return the remedies, a line each; `refused` are the clients' entries of a round's record."""
     cut = server.method.cut
     whole = cut.stage_count == 1 and not (cut.can.cuts or cut.can.adapts or cut.cost_model.ways)
-    found = whole_in_less(server, refused) if whole else []
+    found = whole_in_less(server, refused, server_round) if whole else []
     if uncut := cut.model.uncut:
         found.append(f"the model is one piece, which no strategy trains in parts, because of {uncut}")
     elif not cut.can.cuts:
@@ -22,10 +23,12 @@ def remedies(server: MethodServer, refused: Sequence[dict[str, Any]]) -> list[st
     return [f"{'try' if number == 0 else 'or'}: {remedy}" for number, remedy in enumerate(found)]
 
 
-def whole_in_less(server: MethodServer, refused: Sequence[dict[str, Any]]) -> list[str]:
+def whole_in_less(server: MethodServer, refused: Sequence[dict[str, Any]], server_round: int) -> list[str]:
     """Return what `memory.fit` would do, in a list of at most one remedy; none if it helps no refusing client."""
     allowed = [client.get("allowed") or client["budget"] for client in refused]
-    found = in_less_memory(server.method.cut.cost_model, server.method.cut.part(server.method.cut.whole), allowed)
+    speeds = [speed_of(server.resources.state(client["client"], server_round)) for client in refused]
+    devices = zip(allowed, speeds, strict=True)
+    found = in_less_memory(server.method.cut.cost_model, server.method.cut.part(server.method.cut.whole), devices)
     able = {c["device"] for c, amount in zip(refused, allowed, strict=True) if found and amount >= found.least}
     if found is None or not able:
         return []

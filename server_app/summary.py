@@ -47,7 +47,7 @@ def empty_round_message(record: dict[str, Any], server: MethodServer) -> str:
     if counted := [c for c in refused if c["needed"]]:
         nearest = min(counted, key=lambda c: c["needed"] - c["budget"])
         lines.append(f"closest to fitting: client {nearest['client']} ({nearest['device']}): {nearest['reason']}")
-        lines += remedies(server, counted)
+        lines += remedies(server, counted, record["round"])
     others = [c for c in clients if c["status"] not in ("ok", "memory")]
     lines += sorted({f"client {c['client']}: {c['reason']}" for c in others})[:3]
     return "\n".join(lines)

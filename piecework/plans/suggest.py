@@ -15,6 +15,7 @@ from piecework.models.cascade import Blueprint
 from piecework.models.static_norms import mixes_examples
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.less_memory import FIT, in_less_memory
+from piecework.planning.page_plan import speed_of
 from piecework.planning.part import whole_model
 from piecework.plans.ladder import climb
 from piecework.plans.plan import fleet_states, make_plan, planner_for
@@ -196,7 +197,9 @@ def judge_fit(settings: Settings, question: PlanQuestion, states: list[DeviceSta
     """
     planner, _ = planner_for(load_fleet(settings.fleet), settings, question)
     cut = planner.cut
-    found = in_less_memory(cut.cost_model, cut.part(cut.whole), [state.allowed_bytes for state in states])
+    found = in_less_memory(
+        cut.cost_model, cut.part(cut.whole), [(each.allowed_bytes, speed_of(each)) for each in states]
+    )
     assert found is not None
     cost = cut.cost_model.trace(found.part)
     return {

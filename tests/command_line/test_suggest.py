@@ -187,6 +187,8 @@ def test_what_less_memory_costs_is_said(demo: dict[str, Any]) -> None:
     assert (ladder["device"], ladder["budget_bytes"]) == ("board-a", demo["simple"]["poorest_bytes"])
     rungs = {each["name"]: each for each in ladder["rungs"]}
     assert {name for name, each in rungs.items() if each["fits"]} >= {"page", "auto", "fedepth"}
+    auto = rungs["auto"]  # the sentence and the ladder tell of one step
+    assert (fitted["step"], fitted["step_bytes"], fitted["flops"]) == (auto["how"], auto["bytes"], auto["flops"])
     assert not rungs["plain step"]["fits"]
     assert rungs["recompute"]["bytes"] < rungs["plain step"]["bytes"]
     assert rungs["micro-batch"]["model"] == "another: norms see micro-batches"

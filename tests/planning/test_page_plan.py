@@ -19,6 +19,7 @@ from piecework.models.step import Segment, Step, with_step
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import CostModel
 from piecework.planning.fit import AUTO, cheapest, seconds_of, slices, smallest
+from piecework.planning.less_memory import in_less_memory
 from piecework.planning.page_plan import BOARD, Layers, Speed, fewest_seconds, peak_of, seconds_on_top
 from piecework.planning.part import Part, whole_model
 from piecework.training.paged import PagedCascade
@@ -170,6 +171,22 @@ def test_the_fastest_of_all_ways_fits_and_is_not_slower_than_any_alone() -> None
         ):  # the others are exact, and go first
             if (alone := cheapest(costs, part, budget, (way,))) is not None:
                 assert seconds_of(costs, found, BOARD) <= seconds_of(costs, alone, BOARD)
+
+
+def test_advice_is_for_the_poorest_device_that_can_with_its_own_speed() -> None:
+    """What pages are the fastest depends on the disk, and on the processor that reads while it computes."""
+    costs, part = costs_of("lenet5")
+    full, least = costs.bytes(part), costs.bytes(smallest(costs, part, ALL))
+    middle, slow = (least + full) // 2, Speed(flops=1e8, disk=5e9)
+    steps = {speed: costs.fit_part(part, middle, speed).step for speed in (BOARD, slow)}
+    assert steps[BOARD] != steps[slow]
+    for speed, other in ((BOARD, slow), (slow, BOARD)):
+        found = in_less_memory(costs, part, [(full, other), (middle, speed), (least - 1, other)])
+        assert found is not None
+        assert (found.part.step, found.least, found.plain) == (steps[speed], least, full)
+    nobody = in_less_memory(costs, part, [(least - 1, BOARD)])
+    assert nobody is not None
+    assert nobody.bytes == least
 
 
 def test_clipping_rules_out_steps_that_never_have_all_gradients() -> None:
