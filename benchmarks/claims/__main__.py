@@ -81,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
     of_collect = commands.add_parser("collect", help="merge finished runs into docs/claims")
     of_collect.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that `run --out` wrote to")
     of_collect.set_defaults(do=do_collect)
-    of_table = commands.add_parser("table", help="write docs/claims/NAME.md and its pictures from the records")
+    of_table = commands.add_parser(
+        "table", help="write docs/claims/NAME.md, its pictures and what advice tells, from the records"
+    )
     of_table.set_defaults(do=do_table)
     for command in (of_run, of_status, of_table):
         command.add_argument("name", nargs="?", default="", metavar="NAME", help="a claim; default: all")
@@ -188,6 +190,7 @@ def do_collect(claims: list[Claim], asked: argparse.Namespace) -> None:
 
 def do_table(claims: list[Claim], asked: argparse.Namespace) -> None:
     """Write the pages."""
+    from benchmarks.claims.evidence import write_evidence
     from benchmarks.claims.pages import write_pages
 
     for claim in claims:
@@ -195,6 +198,7 @@ def do_table(claims: list[Claim], asked: argparse.Namespace) -> None:
         say(
             f"{claim.name}: {', '.join(path.name for path in files) or 'no record yet: run it, and collect what it wrote'}"
         )
+    say(f"all: {write_evidence(names()).name}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Advice on which systems suit a fleet and a model: one recommendation, what one would try first, then the rest.
 
-Nothing here ranks by memory peaks, as what fits needs no ranking, nor by accuracies that were measured in other settings.
+Nothing here ranks by memory peaks, as what fits needs no ranking, nor by accuracies that were measured in other settings: the
+nearest of these stand beside the recommendation.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.planning.page_plan import speed_of
 from piecework.planning.part import whole_model
 from piecework.plans.ladder import climb
+from piecework.plans.measured import evidence, read_cases, situate
 from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
 from piecework.strategies import find_method
@@ -25,7 +27,6 @@ from piecework.training.methods import METHODS, SIMPLEST, list_advised
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 
-HALF = 0.5  # of the clients
 USEFUL = 0.05  # of a model's parameters; less is no model that one would use
 Row = dict[str, Any]
 
@@ -36,8 +37,8 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
     `simple` is FedAvg's verdict; if all devices fit a step of the whole model, no other system is planned. Otherwise `ladder`
     is how the poorest device could train the whole model, `first` are FedAvg, FedAvg with `memory.fit`, what trains the whole
     model in pieces, AllSmall and ExclusiveFL; `others` are the other systems by name; `refused` cannot train the model, with
-    the reason. `recommended` is one of `first`, or None. The advice is on adversarial training if the settings ask for it, by
-    `training.adversarial = true` or a system that always does it.
+    the reason. `recommended` is one of `first`, or None, and `measured` what was measured nearest. The advice is on adversarial
+    training if the settings ask for it, by `training.adversarial = true` or a system that always does it.
     """
     attacked = settings.training.adversarial or find_method(settings.strategy).can.attack == "always"
     settings = settings.with_values({"training.adversarial": attacked})
@@ -52,11 +53,13 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
                 found.append(plan_system(settings.with_values({"strategy": name}), question, simple["attack_steps"]))
     able = [row for row in found if not row["reason"]]
     first += [row for name in list_advised() for row in able if row["strategy"] == name]
+    recommended = recommend(simple, first, attacked)
     return {
         "adversarial": attacked,
         "simple": simple,
         "ladder": climb(settings, question) if climbs else None,
-        "recommended": recommend(simple, first, attacked),
+        "recommended": recommended,
+        "measured": evidence(situate(settings, question), recommended, read_cases()) if climbs else None,
         "first": first,
         "others": [row for row in able if not METHODS[row["strategy"]].can.advised],
         "refused": [row for row in found if row["reason"]],
@@ -115,8 +118,6 @@ def reason_text(simple: Row, chosen: Row, rows: list[Row]) -> str:
     aside = (
         f"Federated averaging of the whole model reaches {reached:.0%} of the clients, and leaves out the others' data."
     )
-    if reached >= HALF:
-        aside += " On the demo's boards, of which it reaches half, it was ahead of pieces (README): try both."
     if METHODS[chosen["strategy"]].can.cuts:
         who = (
             "Every device trains"

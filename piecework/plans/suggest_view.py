@@ -27,6 +27,7 @@ def advice_tables(advice: dict[str, Any]) -> list[str | Text | Table]:
         else "Clean training. For adversarial training ask with --set training.adversarial=true."
     )
     lines: list[str | Text | Table] = [*recommendation(advice["recommended"]), Text(advice["simple"]["text"])]
+    lines += [Text(), *evidence_tables(advice["measured"])] if advice["measured"] else []
     lines += [Text(), *ladder_tables(advice["ladder"])] if advice["ladder"] else []
     if advice["simple"]["fits"]:
         return [*lines, Text(ask)]
@@ -46,6 +47,17 @@ def recommendation(found: dict[str, Any] | None) -> list[str | Text]:
     fit = " with memory.fit" if "memory.fit" in found["settings"] else ""
     command = [f"    {found['command']}"] if "command" in found else []
     return [Text.assemble((f"Use {found['strategy']}{fit}.", "bold"), f" {found['text']}"), *command]
+
+
+def evidence_tables(measured: dict[str, Any]) -> list[Text | Table]:
+    """Return what was measured nearest, with the rows that matter."""
+    if not measured["rows"]:
+        return [Text(measured["text"])]
+    found = columns("system", "accuracy", "behind by", "seeds", "take part", "simulated time")
+    for row in measured["rows"]:
+        accuracy, behind, part = f"{row['accuracy']:.1f}%", f"{row['behind']:.1f}", f"{row['participation']:.0f}%"
+        found.add_row(row["name"], accuracy, behind, str(row["seeds"]), part, format_seconds(row["seconds"]))
+    return [Text(measured["text"]), found]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

@@ -1,0 +1,109 @@
+"""What the records of all claims say for advice: piecework/plans/measured.toml, which `piecework plan --suggest` reads."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from benchmarks.claims.definition import Case, Claim, Row
+from benchmarks.claims.jobs import load, merged
+from benchmarks.claims.records import DOCS, Records
+from benchmarks.claims.standings import Standing, accuracy_at, current, deadlines, standings
+from benchmarks.claims.storage import STORAGE
+from benchmarks.claims.verdicts import difference
+from piecework.plans.measured import FILE, Situation, situate
+from piecework.plans.question import ask
+from piecework.training.methods import SIMPLEST
+from piecework.training.settings import Settings
+
+HEAD = "# Written by `python -m benchmarks.claims table` from docs/claims. Do not edit: a test compares it.\n"
+
+
+def write_evidence(names: Sequence[str], docs: Path = DOCS, file: Path = FILE) -> Path:
+    """Write the evidence of the claims with these names, and return the file."""
+    file.write_text(document(names, docs), encoding="utf-8")
+    return file
+
+
+def document(names: Sequence[str], docs: Path = DOCS) -> str:
+    """Return the text of the evidence: each case in which two candidates or more have trained."""
+    cases = [case for name in names for case in cases_of(load(name), docs)]
+    return HEAD + tomli_w.dumps({"case": cases})
+
+
+def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
+    """Yield the cases of a claim that say something."""
+    found = standings(claim, current(claim, Records.read(claim.name, docs)))
+    for case in claim.cases:
+        there = [each for each in found[case.name] if each.candidate]
+        ran = [each for each in there if each.runs]
+        if len(ran) > 1:
+            yield {
+                "claim": claim.name,
+                "name": case.name,
+                "setting": setting_of(claim, case),
+                "situation": asdict(situation_of(claim, case)),
+                "lead": lead_of(*ran[:2]),
+                "rows": [row_of(each) for each in ran],
+                "idle": [each.row.name for each in there if each.untrainable],
+                "missing": [each.row.name for each in there if each.missing],
+                "times": times_of(ran),
+            }
+
+
+def plain_settings(claim: Claim, case: Case) -> Settings:
+    """Return the settings of federated averaging in a case."""
+    own = {"strategy": SIMPLEST, "training.adversarial": claim.measure != "accuracy"}
+    return Settings.from_run_config(merged(claim, case, Row(name="plain", settings=own)))
+
+
+def situation_of(claim: Claim, case: Case) -> Situation:
+    """Return the situation of a case's devices and model."""
+    settings = plain_settings(claim, case)
+    return situate(settings, ask(settings))
+
+
+def setting_of(claim: Claim, case: Case) -> str:
+    """Return a case in words: its model and data, its rounds and clients."""
+    settings = plain_settings(claim, case)
+    width = settings.architecture.width
+    model = settings.model if width == 1 else f"{settings.model} x {width:g}"
+    return (
+        f"{model} on {settings.dataset}, {settings.num_rounds} rounds of {settings.clients_per_round} of {settings.clients} "
+        "clients"
+    )
+
+
+def row_of(standing: Standing) -> dict[str, Any]:
+    """Return the figures of a row: accuracy and participation in percent, simulated seconds by storage."""
+    accuracy, participation = standing.mean, standing.average(lambda run: run.participation)
+    assert accuracy is not None
+    return {
+        "name": standing.row.name,
+        "strategy": standing.row.settings.get("strategy", ""),
+        "fit": standing.row.settings.get("memory.fit", ""),
+        "accuracy": round(accuracy, 1),
+        "seeds": len(standing.by_seed),
+        "participation": round(100 * (participation or 0.0), 1),
+        "seconds": {storage: round(standing.seconds(storage) or 0.0, 1) for storage in STORAGE},
+    }
+
+
+def lead_of(first: Standing, second: Standing) -> dict[str, Any]:
+    """Return how far the first row is ahead of the second one: points, seeds that both have, and the verdict by the rule."""
+    found = difference(first, second)
+    return {"points": round(found.points or 0.0, 1), "seeds": found.seeds, "verdict": found.verdict}
+
+
+def times_of(ran: Sequence[Standing]) -> list[dict[str, Any]]:
+    """Return by storage the time in which half of the rows are through, and the row that is ahead then."""
+    found = []
+    for storage, bandwidth in STORAGE.items():
+        seconds = deadlines(ran, storage)[-1]
+        by_row = {each.row.name: accuracy_at(each, storage, seconds) or 0.0 for each in ran}
+        row = max(by_row, key=lambda name: by_row[name])
+        figures = {"seconds": round(seconds, 1), "row": row, "accuracy": round(by_row[row], 1)}
+        found.append({"storage": storage, "bandwidth": bandwidth} | figures)
+    return found

@@ -1,0 +1,177 @@
+"""What was measured nearest to a model and a fleet: a case of a claim, and who is ahead in it.
+
+The cases are in measured.toml, which `python -m benchmarks.claims table` writes from the records in docs/claims.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import log
+from pathlib import Path
+from typing import Any
+
+from piecework.device_profiles.documents import read_toml
+from piecework.device_profiles.fleet import load_fleet
+from piecework.device_profiles.units import format_seconds
+from piecework.plans.plan import planner_for
+from piecework.plans.question import PlanQuestion
+from piecework.training.methods import SIMPLEST, list_advised
+from piecework.training.settings import Settings
+
+FILE = Path(__file__).with_name("measured.toml")
+FAR = 0.5  # of a situation's fractions, added up: what is farther away says little
+LEADERS = 3  # rows that are shown whatever they are
+FLOAT32 = 4  # bytes of a gradient
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What decides who can train: fractions of a plain step of the whole model.
+
+    `poorest` and `richest` are the devices' budgets, 1 if they have more than a step takes. `kept` are the parameters, their
+    gradients and the optimiser's state, which no smaller batch makes smaller; the rest are activations. `disk` are the bytes a
+    second of the poorest device's disk, by which the storage of a measured time is chosen.
+    """
+
+    adversarial: bool
+    poorest: float
+    richest: float
+    kept: float
+    disk: float
+
+    def distance(self, other: "Situation") -> float:
+        """Return the sum of the fractions' differences."""
+        pairs = ((self.poorest, other.poorest), (self.richest, other.richest), (self.kept, other.kept))
+        return sum(abs(one - two) for one, two in pairs)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case of a claim. `rows` have trained, the best first; `idle` are rows that no client can train, `missing` have no run.
+
+    `lead` is that of the first row: points, seeds, and ahead, level or undecided. `times` has for each storage its bytes a
+    second, the simulated seconds in which half of the rows are through, and the row that is ahead then. A row's `seconds` are
+    by storage, in which its rounds are through.
+    """
+
+    claim: str
+    name: str
+    setting: str
+    situation: Situation
+    lead: dict[str, Any]
+    rows: tuple[dict[str, Any], ...]
+    idle: tuple[str, ...]
+    missing: tuple[str, ...]
+    times: tuple[dict[str, Any], ...]
+
+
+@cache
+def read_cases(path: Path = FILE) -> tuple[Case, ...]:
+    """Return the cases that were measured."""
+    return tuple(
+        Case(
+            entry["claim"],
+            entry["name"],
+            entry["setting"],
+            Situation(**entry["situation"]),
+            entry["lead"],
+            rows=tuple(entry["rows"]),
+            idle=tuple(entry["idle"]),
+            missing=tuple(entry["missing"]),
+            times=tuple(entry["times"]),
+        )
+        for entry in read_toml(path.read_text("utf-8")).get("case", [])
+    )
+
+
+def situate(settings: Settings, question: PlanQuestion) -> Situation:
+    """Return the situation of a fleet and a model, for adversarial training if `training.adversarial` says so."""
+    plain = settings.with_values({"strategy": SIMPLEST, "memory.fit": ""})
+    planner, states = planner_for(load_fleet(settings.fleet), plain, question)
+    cut = planner.cut
+    part, config = cut.part(cut.whole), cut.cost_model.training_config
+    step = cut.cost_model.bytes(part)
+    budgets = [min(1.0, state.budget_bytes / step) for of_round in states for state in of_round]
+    poorest = min((state for of_round in states for state in of_round), key=lambda state: state.budget_bytes)
+    kept = part.state_bytes + (FLOAT32 + config.bytes_kept) * part.parameters
+    return Situation(
+        settings.training.adversarial,
+        poorest=round(min(budgets), 3),
+        richest=round(max(budgets), 3),
+        kept=round(min(1.0, kept / step), 3),
+        disk=poorest.disk_bandwidth,
+    )
+
+
+def nearest(situation: Situation, cases: Sequence[Case]) -> Case | None:
+    """Return the nearest case with the same kind of training, clean or adversarial; None without one."""
+    alike = [case for case in cases if case.situation.adversarial == situation.adversarial]
+    return min(alike, key=lambda case: situation.distance(case.situation), default=None)
+
+
+def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Sequence[Case]) -> dict[str, Any]:
+    """Return what was measured nearest, as JSON values: `text`, and `rows` to show, which are none if nothing was measured.
+
+    Rows are the leaders, and those of systems that one would try first. A row has what it is `behind` the first one in points,
+    and its simulated `seconds` on the storage that is nearest to the devices' disks.
+    """
+    case = nearest(situation, cases)
+    if case is None:
+        kind = "adversarial" if situation.adversarial else "clean"
+        return {
+            "text": f"Nothing was measured with {kind} training yet (docs/results/index.md).",
+            "rows": [],
+            "case": None,
+        }
+    time = min(case.times, key=lambda each: abs(log(each["bandwidth"] / situation.disk)))
+    shown = [row for row in case.rows if row in case.rows[:LEADERS] or row["strategy"] in list_advised()]
+    best = case.rows[0]["accuracy"]
+    figures = [
+        {**row, "behind": round(best - row["accuracy"], 1), "seconds": row["seconds"][time["storage"]]} for row in shown
+    ]
+    return {
+        "text": f"{where(situation, case)} {who(case, time, recommended)}",
+        "rows": figures,
+        "case": {"claim": case.claim, "name": case.name, "distance": round(situation.distance(case.situation), 3)},
+    }
+
+
+def is_of(row: dict[str, Any], recommended: dict[str, Any] | None) -> bool:
+    """Return whether a row is the recommended system, with the ways of `memory.fit` that are recommended."""
+    if recommended is None:
+        return False
+    same = row["fit"] == recommended["settings"].get("memory.fit", "")
+    return bool(same and row["strategy"] == recommended["strategy"])
+
+
+def where(situation: Situation, case: Case) -> str:
+    """Return what was measured, and how far away it is."""
+    other = case.situation
+    far = "Nothing near this was measured; the nearest is" if situation.distance(other) > FAR else "Measured nearest:"
+    return (
+        f"{far} {case.setting} (docs/claims/{case.claim}.md, {case.name}). There the devices have "
+        f"{in_steps(other)} of a plain step (here {in_steps(situation)}), of which parameters, gradients and the optimiser's "
+        f"state are {other.kept:.2f} (here {situation.kept:.2f})."
+    )
+
+
+def in_steps(situation: Situation) -> str:
+    """Return the devices' budgets in steps."""
+    low, high = f"{situation.poorest:.2f}", f"{situation.richest:.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def who(case: Case, time: dict[str, Any], recommended: dict[str, Any] | None) -> str:
+    """Return who is ahead after as many rounds and in as much time, and whether the recommended system has a run."""
+    lead, first = case.lead, case.rows[0]["name"]
+    seeds = "one seed" if lead["seeds"] == 1 else f"{lead['seeds']} seeds"
+    verdict = "" if lead["verdict"] == "ahead" else f": {lead['verdict']}"
+    said = f"Ahead there after as many rounds: {first}, by {lead['points']:.1f} points ({seeds}{verdict})."
+    if time["row"] != first:
+        said += (
+            f" Ahead in {format_seconds(time['seconds'])} of simulated time, when half of the systems are through: "
+            f"{time['row']}."
+        )
+    if recommended is not None and not any(is_of(row, recommended) for row in case.rows):
+        said += " The recommended system has no finished run there."
+    return said

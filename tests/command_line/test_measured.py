@@ -1,0 +1,127 @@
+"""What advice says was measured: the nearest case of the claims' records, and who is ahead there."""
+
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks.claims.definition import names
+from benchmarks.claims.evidence import document
+from piecework.plans.measured import FILE, Case, Situation, evidence, nearest, read_cases, situate
+from piecework.plans.question import ask
+from piecework.plans.suggest_view import evidence_tables
+from piecework.training.settings import Settings
+
+SLOW, FAST = 2e7, 2e9
+WEAK = Situation(adversarial=False, poorest=0.25, richest=0.25, kept=0.2, disk=SLOW)
+MIXED = replace(WEAK, poorest=0.2, richest=1.0)
+
+
+def row(name: str, strategy: str, accuracy: float, fit: str = "") -> dict[str, Any]:
+    seconds = {"sd": 100 * accuracy, "nvme": accuracy}
+    return {
+        "name": name,
+        "strategy": strategy,
+        "fit": fit,
+        "accuracy": accuracy,
+        "seeds": 1,
+        "participation": 100.0,
+        "seconds": seconds,
+    }
+
+
+def a_case(situation: Situation, name: str, *rows: dict[str, Any], ahead: str = "FeDepth") -> Case:
+    times = (
+        {"storage": "sd", "bandwidth": 45e6, "seconds": 90.0, "row": ahead, "accuracy": 30.0},
+        {"storage": "nvme", "bandwidth": 1.3e9, "seconds": 9.0, "row": rows[0]["name"], "accuracy": 30.0},
+    )
+    lead = {"points": rows[0]["accuracy"] - rows[1]["accuracy"], "seeds": 1, "verdict": "undecided"}
+    return Case("budgets", name, "a model on data", situation, lead, rows, (), (), times)
+
+
+ROWS = (
+    row("FeDepth", "fedepth", 48.0),
+    row("FedAvg, exact", "fedavg", 47.0, fit="auto"),
+    row("HeteroFL", "heterofl", 40.0),
+    row("FjORD", "fjord", 39.0),
+    row("AllSmall", "allsmall", 30.0),
+    row("FedAvg", "fedavg", 20.0),
+)
+CASES = (a_case(WEAK, "weak", *ROWS, ahead="HeteroFL"), a_case(MIXED, "mixed", *ROWS[1:]))
+FITTED = {"strategy": "fedavg", "settings": {"strategy": "fedavg", "memory.fit": "auto"}}
+
+
+def test_the_file_is_what_the_records_give() -> None:
+    assert document(names()) == FILE.read_text("utf-8")
+    cases = {(case.claim, case.name): case for case in read_cases()}
+    weak = cases["budgets", "activations, weak"]
+    assert (weak.situation.poorest, weak.situation.richest) == (0.25, 0.25)
+    accuracies = [each["accuracy"] for each in weak.rows]
+    assert accuracies == sorted(accuracies, reverse=True)
+    assert "ExclusiveFL" in weak.idle  # no device holds a quarter of a step
+
+
+@pytest.mark.parametrize(
+    ("poorest", "richest", "kept", "name"),
+    [(0.25, 0.3, 0.2, "weak"), (0.25, 0.7, 0.2, "mixed"), (0.2, 0.6, 0.9, "weak"), (1.0, 1.0, 0.0, "mixed")],
+)
+def test_the_nearest_case(poorest: float, richest: float, kept: float, name: str) -> None:
+    """By hand for the third: 0.05 + 0.35 + 0.7 from weak, 0 + 0.4 + 0.7 from mixed."""
+    asked = replace(WEAK, poorest=poorest, richest=richest, kept=kept)
+    found = nearest(asked, CASES)
+    assert found is not None
+    assert found.name == name
+    assert nearest(replace(asked, adversarial=True), CASES) is None
+
+
+def test_what_is_said_of_it() -> None:
+    found = evidence(WEAK, FITTED, CASES)
+    assert [each["name"] for each in found["rows"]] == ["FeDepth", "FedAvg, exact", "HeteroFL", "AllSmall", "FedAvg"]
+    assert [(each["behind"], each["seconds"]) for each in found["rows"][:2]] == [(0.0, 4800.0), (1.0, 4700.0)]
+    assert found["case"] == {"claim": "budgets", "name": "weak", "distance": 0.0}
+    assert found["text"] == (
+        "Measured nearest: a model on data (docs/claims/budgets.md, weak). There the devices have 0.25 of a plain step (here "
+        "0.25), of which parameters, gradients and the optimiser's state are 0.20 (here 0.20). Ahead there after as many "
+        "rounds: FeDepth, by 1.0 points (one seed: undecided). Ahead in 1 min 30 s of simulated time, when half of the systems "
+        "are through: HeteroFL."
+    )
+    fast = evidence(replace(WEAK, disk=FAST), FITTED, CASES)
+    assert [each["seconds"] for each in fast["rows"][:2]] == [48.0, 47.0]
+    assert "Ahead in" not in fast["text"]
+
+
+def test_what_is_missing_or_far_is_said() -> None:
+    other = {"strategy": "splitmix", "settings": {"strategy": "splitmix"}}
+    far = evidence(replace(WEAK, poorest=0.9, richest=0.9), other, CASES)
+    assert far["text"].startswith("Nothing near this was measured; the nearest is a model on data")
+    assert far["text"].endswith("The recommended system has no finished run there.")
+    decided = replace(CASES[0], lead={"points": 1.25, "seeds": 3, "verdict": "ahead"})
+    assert "FeDepth, by 1.2 points (3 seeds)." in evidence(WEAK, None, [decided])["text"]
+    none = evidence(replace(WEAK, adversarial=True), FITTED, CASES)
+    assert none == {
+        "text": "Nothing was measured with adversarial training yet (docs/results/index.md).",
+        "rows": [],
+        "case": None,
+    }
+
+
+def test_the_situation_of_the_demo() -> None:
+    """Its boards have 0.53 to 0.95 of a step (demo.toml)."""
+    settings = Settings(clients=20)
+    found = situate(settings, ask(settings))
+    assert not found.adversarial
+    assert (found.poorest, found.richest) == (0.53, 0.95)
+    attacked = settings.with_values({"training.adversarial": True})
+    assert situate(attacked, ask(attacked)).adversarial
+
+
+def test_the_table_of_it() -> None:
+    console = Console(file=StringIO(), width=100)
+    for each in evidence_tables(evidence(WEAK, FITTED, CASES)):
+        console.print(each)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    (line,) = (each for each in said.splitlines() if each.startswith("FedAvg, exact"))
+    assert line.split() == ["FedAvg,", "exact", "47.0%", "1.0", "1", "100%", "1", "h", "18", "min"]
+    assert len(evidence_tables(evidence(replace(WEAK, adversarial=True), None, CASES))) == 1
