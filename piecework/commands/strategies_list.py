@@ -3,6 +3,7 @@
 import re
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -16,11 +17,13 @@ from piecework.training.methods import METHODS, load
 
 SHOWN = 2  # published presets of a system in the table
 LINK = re.compile(r"https://[^\s,;)]+[^\s,;).]")
+EXPECT = "## What to expect\n"  # the heading of a card's verdict
+SENTENCES = 2  # of a verdict, in lists
 
 
 def strategy_rows() -> list[dict[str, Any]]:
     """Return every system: its name (`strategy`), its `family`, what it is `about`, the link of its `paper`, what it `needs`,
-    and the `presets` that run it in a row of a paper's table.
+    the `presets` that run it in a row of a paper's table, and the `verdict` of its card.
     """
     rows, presets = [], published_presets()
     for name, entry in METHODS.items():
@@ -37,9 +40,19 @@ def strategy_rows() -> list[dict[str, Any]]:
                 "caveat": can.caveat,
                 "not_private": "" if can.private else can.why_not_private,
                 "presets": presets[name],
+                "verdict": verdict_in(
+                    Path(str(sys.modules[module].__file__)).with_name(f"{name}.md").read_text("utf-8")
+                ),
             }
         )
     return rows + [plugin_row(plugin) for found in list_plugins("methods").values() for plugin in found]
+
+
+def verdict_in(card: str) -> str:
+    """Return the first two sentences of what a card says to expect, as plain text."""
+    plain = re.sub(r"\s*\(\[[^\]]*\]\([^)]*\)\)|\[([^\]]*)\]\([^)]*\)", r"\1", card.partition(EXPECT)[2])
+    first = " ".join(plain.replace("`", "").replace("**", "").strip().partition("\n\n")[0].split())
+    return " ".join(re.split(r"(?<=[.!?]) (?=[A-Z])", first)[:SENTENCES])
 
 
 def plugin_row(plugin: Plugin) -> dict[str, Any]:
@@ -51,7 +64,7 @@ def plugin_row(plugin: Plugin) -> dict[str, Any]:
         caveat = str(error)
     about = f"Plugin of the package {plugin.package} {plugin.version}{f': {plugin.about}' if plugin.about else ''}"
     row = {"strategy": plugin.name, "family": "plugin", "about": about, "caveat": caveat}
-    return row | {"paper": "", "needs": "", "not_private": Capabilities.why_not_private, "presets": []}
+    return row | {"paper": "", "needs": "", "not_private": Capabilities.why_not_private, "presets": [], "verdict": ""}
 
 
 def published_presets() -> dict[str, list[str]]:
@@ -77,6 +90,7 @@ def strategy_table(rows: list[dict[str, Any]]) -> Table:
             published += f" and {len(row['presets']) - SHOWN} more"
         presets = f"published settings: {published}" if published else ""
         private = f"not private: {row['not_private']}" if row["not_private"] else ""
-        lines = [row["about"], needs, row["caveat"], private, row["paper"], presets]
+        verdict = f"what to expect: {row['verdict']}" if row["verdict"] else ""
+        lines = [row["about"], verdict, needs, row["caveat"], private, row["paper"], presets]
         table.add_row(Text(row["strategy"]), Text("\n".join(filter(None, lines))))
     return table

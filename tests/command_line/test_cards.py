@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from benchmarks.site import system_page
 from piecework.cli import app
 from piecework.commands.card import DIFFERS, differences, find_card, paragraphs, write_card
+from piecework.commands.strategies_list import EXPECT, strategy_rows, verdict_in
 from piecework.training.methods import METHODS
 
 BASELINES = ("allsmall", "exclusivefl", "fedavg", "origdrop")  # their docstrings state no differences from a paper
@@ -28,6 +29,27 @@ def test_a_card_says_what_a_reader_asks(name: str) -> None:
     assert f"--strategy {name}" in card or "--preset" in card
     assert 100 <= len(find_card(name).read_text("utf-8").split()) <= 1000
     assert name in BASELINES or "## Where it differs from the paper" in card
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_accuracy_that_a_card_expects_stands_in_a_page_that_it_names(name: str) -> None:
+    """Its verdict is then mended when records of claims replace a figure. A paper's own figures are said to be."""
+    card = find_card(name).resolve()
+    expected = card.read_text("utf-8").partition(EXPECT)[2].partition("\n## ")[0]
+    text = "".join((card.parent / target).read_text("utf-8") for target in re.findall(r"\]\(([^)#]+)", expected))
+    figures = set(
+        re.findall(r"(?<![\w.])\d+\.\d+(?= %| and \d+\.\d+ %|,? \d+\.\d+ %)(?! % in (?:its|the) paper)", expected)
+    )
+    assert not {each for each in figures if not re.search(rf"(?<![\d.]){re.escape(each)}(?!\d|\.\d)", text)}
+
+
+def test_lists_have_the_verdict_in_two_sentences() -> None:
+    card = "# A\n\n## What to expect\n\nIt has **45.6 %** with\n[one budget](a.md), `fit` 51 % ([more](b.md)). One\nseed. And so on.\n"
+    assert verdict_in(card) == "It has 45.6 % with one budget, fit 51 %. One seed."
+    verdicts = {row["strategy"]: row["verdict"] for row in strategy_rows() if row["family"] != "plugin"}
+    assert [name for name, verdict in verdicts.items() if not 10 < len(verdict.split()) < 80] == []
+    said = " ".join(CliRunner().invoke(app, ["strategies"]).stdout.split())
+    assert f"what to expect: {verdicts['slt']}" in said
 
 
 def test_differences_are_those_of_the_docstring() -> None:
