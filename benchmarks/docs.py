@@ -36,7 +36,8 @@ LEFT_OUT = {
     r"pip |make (setup|demo|test|check|docs)|bash \.ci/run": "installs, or is what CI runs",
     r"make (clean|defaults|tables)|piecework clean": "changes the checkout or other runs; the tests have it in a folder",
     r"piecework serve": "goes on until it is stopped; tests/command_line/test_serve.py",
-    r"runs/(vit|narrow)/": "takes what a command above it makes in hours",
+    r"runs/(vit|narrow)/|resume-from=runs/NAME --set evaluation.autoattack": "takes what a command above it makes in hours",
+    r"npz:imdb128": "takes what a program of two lines above it makes; its page says what it gave",
     r"--format executorch": "needs the extra executorch, whose tests are not in CI",
     r"python -c": "is a line of a program of several lines",
     r"-m pytest": "one of the tests",
@@ -51,7 +52,7 @@ SHELLS = ("", "bash", "console", "sh")
 OURS = {
     r"robust-fmnist-NAME": "robust-fmnist-heterofl",
     r"^STUDY$": "rates",
-    r"strategy=NAME": "strategy=fedavg",
+    r"strategy=NAME": "strategy=fedepth",
     r"KIND$": "static",
     r"\bNAME\b": "demo",
     r"\b(FOLDER|CIFAR|DATA)\b": os.environ.get("PIECEWORK_DATA", "data"),
@@ -121,7 +122,7 @@ def run_in(folder: Path, command: str, seconds: float) -> dict[str, Any]:
         words = ["bash", "-c", " ".join(word if word in (">", "|") else shlex.quote(word) for word in words)]
     path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    if ":mine." in command:  # a file of the page's folder
+    if re.search(r":(mine|pictures)\b", command):  # in the page's folder
         environment.pop("PIECEWORK_DATA", None)
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:

@@ -44,7 +44,7 @@ def test_an_accuracy_that_a_card_expects_stands_in_a_page_that_it_names(name: st
 
 
 def test_lists_have_the_verdict_in_two_sentences() -> None:
-    card = "# A\n\n## What to expect\n\nIt has **45.6 %** with\n[one budget](a.md), `fit` 51 % ([more](b.md)). One\nseed. And so on.\n"
+    card = "# A\n\n## What to expect\n\nIt has **45.6 %** with\n[one budget](a.md), `fit` 51 % ([of](b.md)). One\nseed. On.\n"
     assert verdict_in(card) == "It has 45.6 % with one budget, fit 51 %. One seed."
     verdicts = {row["strategy"]: row["verdict"] for row in strategy_rows() if row["family"] != "plugin"}
     assert [name for name, verdict in verdicts.items() if not 10 < len(verdict.split()) < 80] == []
