@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "docs" / "commands.json"
 PROGRAMS = re.compile(r"(?:piecework|python|make|flwr|pip|docker-compose|docker|bash|ray|sudo|systemctl)\b")
+SHORT = "house|overview|cards|fit|bfloat16|prism_step|spafl_step|fedprophet_time|client_time|claims (status|table)"
 # Commands that are not run here, by how they begin or what they have, and the reason.
 LEFT_OUT = {
     r"docker|compose build": "needs containers; `pytest -m docker` runs a federation in them",
@@ -45,7 +46,7 @@ LEFT_OUT = {
     r"flwr run": "tests/engines runs it",
     r"--install-completion": "changes the user's shell",
     r" \.\.\.( |$)": "is the part of the command before it that changes",
-    r"python (-m benchmarks\.|benchmarks/)(?!house|overview|cards|fit_c)": "a measurement; its page says when it was made",
+    rf"python (-m benchmarks\.|benchmarks/)(?!{SHORT})": "a tool, or a long measurement, whose page has its date or commit",
 }
 SHELLS = ("", "bash", "console", "sh")
 # What is put in for something of the reader's.
