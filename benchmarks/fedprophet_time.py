@@ -1,6 +1,6 @@
 """Compare the simulated time of FedProphet and jFAT for the paper's two workloads, balanced and unbalanced: Markdown tables.
 
-    python benchmarks/fedprophet_time.py [--rounds 200] [--seeds 1,2,3]
+    python -m benchmarks.fedprophet_time [--rounds 200] [--seeds 1,2,3]
 
 Nothing is trained (benchmarks/fedprophet_rounds.py defines a round). FLOPs are the authors' unless a table says otherwise: 2 x
 the multiply-accumulates of a forward pass, for each of T + 1 passes.

@@ -117,6 +117,13 @@ def test_no_command_that_was_run_failed() -> None:
     assert not [each for each in records if why_not(each)]
 
 
+def test_each_command_was_run_or_has_a_reason_why_not() -> None:
+    """Run new ones by `python -m benchmarks.docs run`."""
+    records = json.loads(RECORDS.read_text("utf-8"))
+    found = {each: page.name for page in pages() for each in commands_of(page.read_text("utf-8"))}
+    assert {each: page for each, page in found.items() if each not in records and not why_not(each)} == {}
+
+
 def test_links_outside_of_the_site_lead_to_files() -> None:
     """Those of README and its companions, and of the cards as they lie beside the code; the site's own are built strictly."""
     found = 0
