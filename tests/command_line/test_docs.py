@@ -43,9 +43,7 @@ def test_the_plans_in_the_documents_run(tmp_path: Path, monkeypatch: pytest.Monk
     ((code,),) = [re.findall(r"```toml\n# sixty.toml\n(.*?)```", text, re.DOTALL)]
     sixty.write_text(code, encoding="utf-8")
     for command in {" ".join(command.split("#")[0].split()) for command in commands}:
-        options = shlex.split(
-            command.replace("sixty.toml", str(sixty)).replace("plan.svg", str(tmp_path / "plan.svg"))
-        )
+        options = shlex.split(command.replace("sixty.toml", str(sixty)).replace("plan.svg", str(tmp_path / "plan.svg")))
         done = CliRunner().invoke(app, ["plan", *options])
         assert done.exit_code == 0, (command, done.stderr)
         if "--suggest" in options:
