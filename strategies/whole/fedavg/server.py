@@ -4,8 +4,8 @@ Learning of Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.
 Algorithm 1: w <- sum_k n_k / n w_k over the clients of a round. Every client trains the whole model, at `architecture.width`.
 
 Where it differs from the paper: clients have budgets. One whose budget is too small refuses the task. With `memory.fit` it may
-compute its batches in micro-batches, recompute segments of the model, or page through them; it refuses if no such step fits. With
-`fedavg.client-weights = equal` the server takes the plain mean.
+compute its batches in micro-batches, recompute segments of the model, or page through them; it refuses if no such step fits.
+With `fedavg.client-weights = equal` the server takes the plain mean.
 """
 
 from dataclasses import replace
