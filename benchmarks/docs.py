@@ -201,7 +201,9 @@ def beside(block: str, records: dict[str, Any]) -> str:
     if not long:
         return ""
     last = min(long, key=lambda record: record["date"])
-    times = ", ".join(f"{record['seconds']:.0f} s" if record["outcome"] == "done" else "begun only" for record in long)
+    times = ", ".join(
+        f"{record['seconds']:.0f} s" if record["outcome"] == "done" else "stopped before its end" for record in long
+    )
     return f"Last run on {last['date']} at commit {last['commit']} ({times})."
 
 

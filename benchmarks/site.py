@@ -65,11 +65,11 @@ def index_page() -> str:
 def system_page(name: str, docs: Path) -> str:
     """Return the page of a system: its card, with its picture after the first section."""
     title, _, rest = OF_CODE.sub("](../", write_card(name)).partition("\n\n")
-    picture = f"../pictures/systems/{name}.svg"
-    if not (docs / "systems" / picture).is_file():
+    picture = f"pictures/systems/{name}.svg"
+    if not (docs / picture).is_file():
         return f"{title}\n\n{rest}"
     idea, mark, rest = rest.partition("\n## ")
-    return f"{title}\n\n{idea}\n![What boards of different memory train with {name}]({picture})\n{mark}{rest}"
+    return f"{title}\n\n{idea}\n![What boards of different memory train with {name}](../{picture})\n{mark}{rest}"
 
 
 def commands_page() -> str:

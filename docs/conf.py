@@ -38,6 +38,8 @@ myst_heading_anchors = 3
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 
+smartquotes = False  # they make one dash of the two before an option
+
 html_theme = "furo"
 html_title = "Piecework"
 html_show_sphinx = False

@@ -45,9 +45,9 @@ def document(claim: Claim, records: Records, found: Found) -> str:
         if (judgement := judge(claim, order, case.name, found[case.name])) is not None
     ]
     blocks = [
-        f"Written by `{COMMAND} table {claim.name}` from [{claim.name}.json]({claim.name}.json) and\n"
-        f"`benchmarks/claims/{claim.name}.toml`. Do not edit: a test compares it.",
         f"# {claim.title}",
+        f"<!-- Written by `{COMMAND} table {claim.name}` from {claim.name}.json and\n"
+        f"benchmarks/claims/{claim.name}.toml. Do not edit: a test compares it. -->",
         claim.question.strip(),
         f"**What is claimed.** {claim.paper.strip()}",
         in_short(found, judged),

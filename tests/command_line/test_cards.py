@@ -27,6 +27,7 @@ def test_a_card_says_what_a_reader_asks(name: str) -> None:
     assert re.match(r"# \S", card)
     assert [title for title in re.findall(r"^## (.*)$", card, re.MULTILINE) if title in SECTIONS] == list(SECTIONS)
     assert f"--strategy {name}" in card or "--preset" in card
+    assert not re.search("^%", card, re.MULTILINE)  # a comment on the site
     assert 100 <= len(find_card(name).read_text("utf-8").split()) <= 1000
     assert name in BASELINES or "## Where it differs from the paper" in card
 

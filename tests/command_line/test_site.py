@@ -73,7 +73,11 @@ def test_a_readers_words_lead_to_a_page(asked: str, page: str, site: Path) -> No
 
 
 def test_each_system_has_a_page_and_pages_are_written_once(site: Path, tmp_path: Path) -> None:
-    assert {path.name for path in (site / "systems").iterdir() if path.is_dir()} == {*METHODS}
+    found = {
+        path.name: (path / "index.html").read_text("utf-8") for path in (site / "systems").iterdir() if path.is_dir()
+    }
+    assert found.keys() == {*METHODS}
+    assert [name for name, text in found.items() if f"_images/{name}.svg" not in text] == []
     for _ in range(2):
         write_pages(tmp_path)
         times = [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*.md"))]
@@ -107,7 +111,7 @@ def test_the_sentence_below_a_block() -> None:
         == "Last run on 2026-11-27 at commit abc (97 s)."
     )
     begun = {"piecework plan": record | {"outcome": "begun"}}
-    assert beside("piecework plan", begun) == "Last run on 2026-11-27 at commit abc (begun only)."
+    assert beside("piecework plan", begun) == "Last run on 2026-11-27 at commit abc (stopped before its end)."
 
 
 def test_no_command_that_was_run_failed() -> None:

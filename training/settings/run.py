@@ -67,7 +67,7 @@ class Settings(Table):
     seed: Seed = setting(1, "seed of all random choices")
     engine: Literal["local", "ray", "deployment"] = setting(
         "local",
-        "where clients run: processes of ours, Flower's simulation on Ray, or Flower's SuperLink and SuperNodes",
+        "where clients run: processes of ours, workers on Ray, or Flower's SuperLink and SuperNodes",
     )
     workers: Count = setting(0, "client processes at once; 0 = one per core")
     data_dir: str = setting("", "folder of downloaded data sets, in torchvision's layout, or of a part of an export")
