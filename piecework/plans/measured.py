@@ -172,6 +172,8 @@ def who(case: Case, time: dict[str, Any], recommended: dict[str, Any] | None) ->
             f" Ahead in {format_seconds(time['seconds'])} of simulated time, when half of the systems are through: "
             f"{time['row']}."
         )
+    said += f" No client can train there: {'; '.join(case.idle)}." if case.idle else ""
+    said += f" Not run there yet: {'; '.join(case.missing)}." if case.missing else ""
     if recommended is not None and not any(is_of(row, recommended) for row in case.rows):
         said += " The recommended system has no finished run there."
     return said

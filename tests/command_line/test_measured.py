@@ -99,6 +99,9 @@ def test_what_is_missing_or_far_is_said() -> None:
     assert far["text"].endswith("The recommended system has no finished run there.")
     decided = replace(CASES[0], lead={"points": 1.25, "seeds": 3, "verdict": "ahead"})
     assert "FeDepth, by 1.2 points (3 seeds)." in evidence(WEAK, None, [decided])["text"]
+    partly = replace(CASES[0], idle=("FedAvg, fitted", "ExclusiveFL"), missing=("ProFL",))
+    said = " No client can train there: FedAvg, fitted; ExclusiveFL. Not run there yet: ProFL."
+    assert said in evidence(WEAK, None, [partly])["text"]
     none = evidence(replace(WEAK, adversarial=True), FITTED, CASES)
     assert none == {
         "text": "Nothing was measured with adversarial training yet (docs/results/index.md).",
@@ -118,10 +121,10 @@ def test_the_situation_of_the_demo() -> None:
 
 
 def test_the_table_of_it() -> None:
-    console = Console(file=StringIO(), width=100)
+    written = StringIO()
+    console = Console(file=written, width=100)
     for each in evidence_tables(evidence(WEAK, FITTED, CASES)):
         console.print(each)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    (line,) = (each for each in said.splitlines() if each.startswith("FedAvg, exact"))
+    (line,) = (each for each in written.getvalue().splitlines() if each.startswith("FedAvg, exact"))
     assert line.split() == ["FedAvg,", "exact", "47.0%", "1.0", "1", "100%", "1", "h", "18", "min"]
     assert len(evidence_tables(evidence(replace(WEAK, adversarial=True), None, CASES))) == 1
