@@ -112,8 +112,8 @@ def how_to_read(claim: Claim) -> list[str]:
             Participation is the percentage of asked clients that answered with an update. The peak is the largest one of all
             clients and seeds, as a fraction of the client's budget. Megabytes (10^6 bytes) are those of all messages of
             training in a run, down and up. TFLOPs are those of all clients' training. Simulated seconds are those of the
-            fleet's devices, if all of them have this storage; real seconds are those that the run took. All are means over
-            the seeds."""
+            fleet's devices, if all of them have this storage; core seconds are the processor time that the run took here. All
+            are means over the seeds."""
         ),
         prose(
             """Simulated time is compared at two moments: when the first candidate is through all its rounds, and when half of
