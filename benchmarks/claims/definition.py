@@ -32,6 +32,10 @@
     behind = ["HeteroFL"]
     cases = ["weak"]               # optional
     by = 4.0                       # optional: at least so many points ahead
+    [headline]                     # optional: a picture of a few rows, accuracy against simulated time, a panel for each case
+    storage = "sd"                 # or "emmc", or "nvme"
+    rows = { "FeDepth" = "FeDepth" }           # with what they are called there; the last case has all of them
+    cases = { "weak" = "every device is weak" }
 
 Settings are merged: those of all runs, then the case's, then the row's; a run's seed and rate come last.
 """
@@ -113,6 +117,14 @@ class Order(_Table):
     by: Annotated[float, Field(gt=0, le=100)] | None = None
 
 
+class Headline(_Table):
+    """The picture that decides: a few rows in some cases, with their names there; the last case has all of them."""
+
+    storage: Literal["sd", "emmc", "nvme"] = "sd"
+    rows: Annotated[dict[Name, Name], Field(min_length=1)]
+    cases: Annotated[dict[Name, Name], Field(min_length=1)]
+
+
 class Claim(_Table):
     """A claim; see the module's docstring. `name` and `path` are those of its file."""
 
@@ -130,6 +142,7 @@ class Claim(_Table):
     cases: Annotated[tuple[Case, ...], Field(strict=False, min_length=1, alias="case")]
     rows: Annotated[tuple[Row, ...], Field(strict=False, min_length=1, alias="row")]
     orders: Annotated[tuple[Order, ...], Field(strict=False, alias="order")] = ()
+    headline: Headline | None = None
 
     def case(self, name: str) -> Case:
         """Return the case of this name. Raises ClaimError."""
@@ -229,6 +242,16 @@ def _check(claim: Claim) -> None:
             row = _named(claim.rows, name, f"{where}: row")
             if absent := [each for each in order.cases if each not in (case.name for case in claim.cases_of(row))]:
                 raise ClaimError(f"{where}: the row {name!r} has no case {absent[0]!r}")
+    if claim.headline is not None:
+        _check_headline(claim, claim.headline)
+
+
+def _check_headline(claim: Claim, headline: Headline) -> None:
+    where = f"{claim.path}: headline"
+    *_, last = (_named(claim.cases, name, f"{where}: case") for name in headline.cases)
+    for name in headline.rows:
+        if last not in claim.cases_of(_named(claim.rows, name, f"{where}: row")):
+            raise ClaimError(f"{where}: the row {name!r} has no case {last.name!r}, whose curves are named")
 
 
 def _check_row(claim: Claim, row: Row) -> None:

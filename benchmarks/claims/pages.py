@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.claims.definition import Case, Claim
 from benchmarks.claims.drawing import draw
-from benchmarks.claims.pictures import Picture, case_pictures, overview
+from benchmarks.claims.pictures import Picture, case_pictures, headline, overview
 from benchmarks.claims.records import DOCS, Records
 from benchmarks.claims.standings import Standing, current, reason_of, standings
 from benchmarks.claims.tables import accuracies, costs, equal_time, judgements, rates, row_settings, settings
@@ -33,7 +33,8 @@ def write_pages(claim: Claim, folder: Path = DOCS) -> list[Path]:
 
 def pictures(claim: Claim, found: Found) -> list[Picture]:
     """Return all pictures of a claim."""
-    return [*overview(claim, found), *(each for case in claim.cases for each in case_pictures(claim, case, found))]
+    of_cases = (each for case in claim.cases for each in case_pictures(claim, case, found))
+    return [*headline(claim, found), *overview(claim, found), *of_cases]
 
 
 def document(claim: Claim, records: Records, found: Found) -> str:
@@ -51,7 +52,7 @@ def document(claim: Claim, records: Records, found: Found) -> str:
         claim.question.strip(),
         f"**What is claimed.** {claim.paper.strip()}",
         in_short(found, judged),
-        *shown(overview(claim, found)),
+        *shown([*headline(claim, found), *overview(claim, found)]),
         *how_to_read(claim),
         *(block for case in claim.cases for block in of_case(claim, case, found)),
         *of_orders(judged),

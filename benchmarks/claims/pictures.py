@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from benchmarks.claims.definition import Case, Claim, slug
@@ -134,6 +134,30 @@ def case_pictures(claim: Claim, case: Case, found: dict[str, list[Standing]]) ->
         ),
         Picture(f"{name}-bytes.svg", f"Accuracy against megabytes sent: {title}", "curves", measure(claim), (sent,)),
     ]
+
+
+def headline(claim: Claim, found: dict[str, list[Standing]]) -> list[Picture]:
+    """Return the picture of the rows that the definition's headline names; none before all have run in its last case."""
+    if (wanted := claim.headline) is None:
+        return []
+    shown = {
+        title: [each for each in found[case] if each.row.name in wanted.rows and each.runs]
+        for case, title in wanted.cases.items()
+    }
+    if len([*shown.values()][-1]) < len(wanted.rows):
+        return []
+    points = [point for there in shown.values() for each in there for run in each.runs for point in run.curve]
+    styles, y = (
+        {name: number for number, name in enumerate(wanted.rows)},
+        percents([100 * p[ACCURACY_AT] for p in points]),
+    )
+    at, label = TIME_AT[wanted.storage], f"simulated seconds, {STORAGE_NAMES[wanted.storage]}"
+    panels = [panel(there, styles, at, (title, label), y) for title, there in shown.items() if there]
+    panels = [
+        replace(each, lines=tuple(replace(line, name=wanted.rows[line.name]) for line in each.lines)) for each in panels
+    ]
+    title = f"Accuracy against simulated time: {claim.title}"
+    return [Picture(f"{claim.name}-headline.svg", title, "curves", measure(claim), tuple(panels))]
 
 
 def panel(there: Sequence[Standing], styles: dict[str, int], column: int, words: tuple[str, str], y: Range) -> Panel:

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 from claim_helpers import claim_in, records_of, run_of
 
-from benchmarks.claims.definition import Claim, read
+from benchmarks.claims.definition import Claim, Headline, read
 from benchmarks.claims.drawing import draw, short, ticks
 from benchmarks.claims.pages import document, pictures, write_pages
-from benchmarks.claims.pictures import Picture, above_the_mean, apart, overview
+from benchmarks.claims.pictures import Picture, above_the_mean, apart, headline, overview
 from benchmarks.claims.records import DOCS, Records
 from benchmarks.claims.standings import current, standings
 
@@ -36,6 +36,21 @@ def test_rows_are_sorted_by_what_they_are_above_the_mean_of_their_cases(claim: C
     (picture,) = overview(claim, standings(claim, runs))  # 40, 30, 42 in weak, whose mean is 37 1/3; 70 alone in mixed
     assert above_the_mean(standings(claim, runs)) == pytest.approx({"Pieces": 4 / 3, "Narrow": -22 / 3, "Slow": 14 / 3})
     assert [line.name for line in picture.panels[0].lines] == ["Slow", "Pieces", "Narrow", "Alone", "Whole"]
+
+
+def test_the_headline_has_its_rows_alone_once_all_of_them_have_run(claim: Claim, records: Records) -> None:
+    found = standings(claim, current(claim, records))
+    few = Headline(rows={"Slow": "ProFL", "Pieces": "in pieces"}, cases={"weak": "all are weak"}, storage="nvme")
+    (picture,) = headline(claim.model_copy(update={"headline": few}), found)
+    (panel,) = picture.panels
+    assert (panel.title, panel.label, panel.y) == ("all are weak", "simulated seconds, NVMe", (45.0, 75.0))
+    assert {line.name: (line.style, line.points[-1]) for line in panel.lines} == {
+        "ProFL": (0, (pytest.approx(90), pytest.approx(75))),
+        "in pieces": (1, (pytest.approx(30), pytest.approx(67))),
+    }
+    alone = Headline(rows={"Alone": "nobody"}, cases={"weak": "all are weak"})
+    assert headline(claim.model_copy(update={"headline": alone}), found) == []
+    assert headline(claim, found) == []
 
 
 def test_labels_and_ticks() -> None:

@@ -99,6 +99,7 @@ def test_the_best_rate() -> None:
     assert best_rate({0.02: None}) is None
 
 
+HEADLINE = '[headline]\nrows = {{ {} = "a" }}\ncases = {{ {} = "b" }}\n[search]'
 REFUSED = {
     "settings learning = 1: unknown": ("clients = 6", "clients = 6\nlearning = 1"),
     "row 'FeDepth': case 'weak': unknown setting 'learning'": ('strategy = "fedepth"', 'strategy="fedepth",learning=1'),
@@ -121,6 +122,12 @@ REFUSED = {
     ),
     "order 1: row 'FedAvg': there is none": ('ahead = "FeDepth"', 'ahead = "FedAvg"'),
     "order 1: the row 'ProFL' has no case 'skew'": ('behind = ["bound"]', 'behind = ["ProFL"]'),
+    "headline: row 'FedAvg': there is none": ("[search]", HEADLINE.format("FedAvg", "skew")),
+    "headline: case 'dark': there is none": ("[search]", HEADLINE.format("FeDepth", "dark")),
+    "headline: the row 'ProFL' has no case 'skew', whose curves are named": (
+        "[search]",
+        HEADLINE.format("ProFL", "skew"),
+    ),
     "its rate is searched with the row 'FeDepth', which has no case 'weak'": (
         'strategy = "fedepth" }',
         'strategy = "fedepth" }\ncases = ["skew"]',
