@@ -24,7 +24,7 @@
     rates = [0.01, 0.02]           # optional
     rates-from = "other row"       # optional: the rate found for that row is used; or `rate = 0.05`: none is searched
     search = { "profl.stage-rounds" = 5 }  # optional: further settings of the search's runs
-    role = "bound"                 # optional: not realistic here; else it is a candidate
+    role = "bound"                 # optional: not realistic here; or "experiment": it shows a cause; else it is a candidate
     paper = { "weak" = 71.2 }      # optional: the paper's figures in percent, by case
     [[order]]                      # an order that is claimed
     text = "FeDepth is ahead of HeteroFL"
@@ -32,6 +32,7 @@
     behind = ["HeteroFL"]
     cases = ["weak"]               # optional
     by = 4.0                       # optional: at least so many points ahead
+    cause = "..."                  # optional: why it does not hold, with the figures of the experiments that show it
     [headline]                     # optional: a picture of a few rows, accuracy against simulated time, a panel for each case
     storage = "sd"                 # or "emmc", or "nvme"
     rows = { "FeDepth" = "FeDepth" }           # with what they are called there; the last case has all of them
@@ -100,14 +101,14 @@ class Row(_Table):
     rate: Rate | None = None
     rates_from: str = ""
     search: Given = {}
-    role: Literal["candidate", "bound"] = "candidate"
+    role: Literal["candidate", "bound", "experiment"] = "candidate"
     paper: dict[str, Annotated[float, Field(ge=0, le=100)]] = {}
 
 
 class Order(_Table):
     """An order that is claimed: the row `ahead` has a higher accuracy than each of those `behind`, in `cases` (none = all).
 
-    `by`: by at least so many points.
+    `by`: by at least so many points. `cause`: why it does not hold.
     """
 
     text: str
@@ -115,6 +116,7 @@ class Order(_Table):
     behind: Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
     cases: Names = ()
     by: Annotated[float, Field(gt=0, le=100)] | None = None
+    cause: str = ""
 
 
 class Headline(_Table):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from benchmarks.claims.definition import Case, Claim
 from benchmarks.claims.drawing import draw
+from benchmarks.claims.jobs import searches
 from benchmarks.claims.pictures import Picture, case_pictures, headline, overview
 from benchmarks.claims.records import DOCS, Records
-from benchmarks.claims.standings import Standing, current, reason_of, standings
+from benchmarks.claims.standings import Standing, current, current_searches, reason_of, standings
 from benchmarks.claims.tables import accuracies, costs, equal_time, judgements, rates, row_settings, settings
 from benchmarks.claims.verdicts import RULE, Judgement, difference, judge
 from benchmarks.tables.shared import prose
@@ -55,7 +56,7 @@ def document(claim: Claim, records: Records, found: Found) -> str:
         *shown([*headline(claim, found), *overview(claim, found)]),
         *how_to_read(claim),
         *(block for case in claim.cases for block in of_case(claim, case, found)),
-        *of_orders(judged),
+        *of_orders(judged, found),
         *of_rates(claim, records),
         f"## What differs from the paper's setting\n\n{claim.gap.strip()}",
         *of_settings(claim),
@@ -68,8 +69,10 @@ def in_short(found: Found, judged: Sequence[Judgement]) -> str:
     """Return the findings in a few lines: who is first in each case, how many orders hold, how many runs are missing."""
     lines = [f"- {case}: {leader(there)}" for case, there in found.items()]
     if judged:
-        counts = Counter(each.verdict for each in judged)
+        begun = cases_begun(found)
+        counts = Counter(each.verdict if each.case in begun else "later" for each in judged)
         said = f"hold: {counts['holds']}, do not hold: {counts['does not hold']}, undecided: {counts['undecided']}"
+        said += f", not begun: {counts['later']}" * bool(counts["later"])
         lines.append(f"- Claimed orders, counted in each of their cases, that {said}.")
     missing = sum(len(each.missing) for there in found.values() for each in there)
     total = missing + sum(len(each.runs) + len(each.failed) for there in found.values() for each in there)
@@ -81,11 +84,16 @@ def in_short(found: Found, judged: Sequence[Judgement]) -> str:
     return "## In short\n\n" + "\n".join(lines)
 
 
+def cases_begun(found: Found) -> list[str]:
+    """Return the cases that have a record."""
+    return [case for case, there in found.items() if any(each.recorded for each in there)]
+
+
 def leader(there: Sequence[Standing]) -> str:
     """Return which candidate is first in a case, and how far the next one is behind."""
     ranked = [each for each in there if each.candidate and each.runs]
     if not ranked:
-        return "no candidate has trained."
+        return "no candidate has trained." if any(each.recorded for each in there) else "not begun."
     first = ranked[0]
     said = f"**{first.row.name}** has the highest accuracy, {first.mean:.1f} %"
     if len(ranked) == 1:
@@ -109,12 +117,12 @@ def how_to_read(claim: Claim) -> list[str]:
         prose(
             f"""Rows are sorted by their {what} on the test split in percent: {mean}, of which the mean over the seeds is
             taken, and ± is the standard deviation over the seeds. Rows in italics are bounds, which are not realistic on
-            these devices. Density is the percentage of the clients' weights that is not pruned in the last round.
-            Participation is the percentage of asked clients that answered with an update. The peak is the largest one of all
-            clients and seeds, as a fraction of the client's budget. Megabytes (10^6 bytes) are those of all messages of
-            training in a run, down and up. TFLOPs are those of all clients' training. Simulated seconds are those of the
-            fleet's devices, if all of them have this storage; core seconds are the processor time that the run took here. All
-            are means over the seeds."""
+            these devices, or experiments, which show why an order does not hold. Density is the percentage of the
+            clients' weights that is not pruned in the last round. Participation is the percentage of asked clients that
+            answered with an update. The peak is the largest one of all clients and seeds, as a fraction of the client's
+            budget. Megabytes (10^6 bytes) are those of all messages of training in a run, down and up. TFLOPs are those
+            of all clients' training. Simulated seconds are those of the fleet's devices, if all of them have this
+            storage; core seconds are the processor time that the run took here. All are means over the seeds."""
         ),
         prose(
             """Simulated time is compared at two moments: when the first candidate is through all its rounds, and when half of
@@ -129,9 +137,17 @@ def how_to_read(claim: Claim) -> list[str]:
 def of_case(claim: Claim, case: Case, found: Found) -> list[str]:
     """Return the tables and pictures of a case."""
     there = found[case.name]
-    return [
+    heading = [
         f"## {case.name[0].upper()}{case.name[1:]}",
         *([f"Settings of this case: {settings(case.settings)}."] if case.settings else []),
+    ]
+    if not any(each.recorded for each in there):
+        return [
+            *heading,
+            f"None of its {len(there)} rows is recorded yet. They are run by `{COMMAND} run {claim.name}`.",
+        ]
+    return [
+        *heading,
         accuracies(claim, case, there),
         *absent(claim, there),
         *shown(case_pictures(claim, case, found)),
@@ -160,22 +176,40 @@ def shown(drawn: Sequence[Picture]) -> list[str]:
     return [f"![{picture.title}]({picture.file})" for picture in drawn]
 
 
-def of_orders(judged: Sequence[Judgement]) -> list[str]:
-    """Return what became of the claimed orders."""
-    return ["## The claimed orders", prose(RULE), judgements(judged)] if judged else []
+def of_orders(judged: Sequence[Judgement], found: Found) -> list[str]:
+    """Return what became of the claimed orders, with the causes of those that do not hold."""
+    if not judged:
+        return []
+    begun = cases_begun(found)
+    known = [each for each in judged if each.case in begun]
+    later = dict.fromkeys(each.case for each in judged if each.case not in begun)
+    causes = dict.fromkeys(each.order.cause.strip() for each in known if each.verdict == "does not hold")
+    return [
+        "## The claimed orders",
+        prose(RULE),
+        *([judgements(known)] if known else []),
+        *([f"Not judged before there is a record: {'; '.join(later)}."] if later else []),
+        *(f"**Why not.** {cause}" for cause in causes if cause),
+    ]
 
 
 def of_rates(claim: Claim, records: Records) -> list[str]:
     """Return the searches of the rates."""
     if claim.search is None:
         return []
+    table, missing = rates(claim, records), len(searches(claim)) - len(current_searches(claim, records))
     return [
         "## The rates",
         prose(
             f"""Every row gets the same search: its rates with one seed, in runs with 1/{claim.search.fraction} of the rounds
             unless the definition says otherwise. The figure is the last accuracy in percent, by which the rate is chosen."""
         ),
-        rates(claim, records),
+        *([table] if table else []),
+        *(
+            [f"{missing} of {len(searches(claim))} searches {'is' if missing == 1 else 'are'} missing."]
+            if missing
+            else []
+        ),
     ]
 
 

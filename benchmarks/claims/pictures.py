@@ -71,11 +71,12 @@ def overview(claim: Claim, found: dict[str, list[Standing]]) -> list[Picture]:
 
     Rows are sorted by how far they are above the mean of a case, on average over the cases that they have.
     """
-    cases = {case: {each.row.name: each for each in there} for case, there in found.items()}
+    cases = {case: {each.row.name: each for each in shown_of(there)} for case, there in found.items()}
+    cases = {case: there for case, there in cases.items() if any(each.recorded for each in there.values())}
     above = above_the_mean(found)
     if not above:
         return []
-    names = [row.name for row in claim.rows]
+    names = [row.name for row in claim.rows if row.role != "experiment"]
     order = sorted(names, key=lambda name: (name not in above, -above.get(name, 0)))
     styles = styles_of(claim)
     lines = {
@@ -95,11 +96,16 @@ def overview(claim: Claim, found: dict[str, list[Standing]]) -> list[Picture]:
     return [Picture(f"{claim.name}-cases.svg", f"Accuracy by case: {claim.title}", "dots", "", tuple(panels))]
 
 
+def shown_of(there: Sequence[Standing]) -> list[Standing]:
+    """Return the rows that pictures show: experiments have other rounds, or settings that serve no comparison."""
+    return [each for each in there if each.row.role != "experiment"]
+
+
 def above_the_mean(found: dict[str, list[Standing]]) -> dict[str, float]:
     """Return by row how many points it is above the mean of all rows of a case, the mean over its cases."""
     distances: dict[str, list[float]] = {}
     for there in found.values():
-        means = {each.row.name: each.mean for each in there if each.mean is not None}
+        means = {each.row.name: each.mean for each in shown_of(there) if each.mean is not None}
         for name, mean in means.items():
             distances.setdefault(name, []).append(mean - fmean(means.values()))
     return {name: fmean(each) for name, each in distances.items()}
@@ -117,7 +123,7 @@ def dot(standing: Standing, case: str, height: float, style: int) -> Line:
 
 def case_pictures(claim: Claim, case: Case, found: dict[str, list[Standing]]) -> list[Picture]:
     """Return the pictures of a case, accuracy against simulated time and against megabytes; none without a run."""
-    there = [each for each in found[case.name] if each.runs]
+    there = [each for each in shown_of(found[case.name]) if each.runs]
     if not there:
         return []
     heights = percents([100 * point[ACCURACY_AT] for each in there for run in each.runs for point in run.curve])
@@ -189,7 +195,7 @@ def styles_of(claim: Claim) -> dict[str, int]:
     return {
         row.name: number
         for bound in (False, True)
-        for number, row in enumerate(row for row in claim.rows if (row.role == "bound") == bound)
+        for number, row in enumerate(row for row in claim.rows if (row.role != "candidate") == bound)
     }
 
 

@@ -44,13 +44,18 @@ class Standing:
 
     @property
     def candidate(self) -> bool:
-        """Whether the row competes, and is no bound."""
+        """Whether the row competes: it is no bound, and no experiment."""
         return self.row.role == "candidate"
 
     @property
     def untrainable(self) -> bool:
         """Whether no client can train anything in any of its runs."""
         return bool(self.failed) and not self.runs and all(map(is_idle, self.failed))
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is a record of it."""
+        return bool(self.runs or self.failed)
 
     def average(self, figure: Callable[[RunRecord], float | None]) -> float | None:
         """Return the mean of a figure over the completed runs; None if one lacks it."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.claims.definition import Case, Claim, Row
-from benchmarks.claims.jobs import rates_of, searches, source_of
+from benchmarks.claims.jobs import rates_of, source_of
 from benchmarks.claims.records import Records, RunRecord, SearchRecord
 from benchmarks.claims.standings import Standing, accuracy_at, current_searches, deadlines
 from benchmarks.claims.storage import STORAGE
@@ -94,21 +94,21 @@ def distance(difference: Difference) -> str:
 
 
 def rates(claim: Claim, records: Records) -> str:
-    """Return the table of the searches that the definition needs."""
+    """Return the table of the recorded searches that the definition needs; empty if there is none."""
     found = current_searches(claim, records)
-    tried = sorted({value for _, row in searches(claim) for value in rates_of(claim, claim.row(row))})
+    tried = sorted({value for _, row in found for value in rates_of(claim, claim.row(row))})
     rows = []
-    for case, row in searches(claim):
-        search, own = found.get((case, row)), rates_of(claim, claim.row(row))
+    for (case, row), search in found.items():
+        own = rates_of(claim, claim.row(row))
         figures = [searched(search, value) if value in own else "" for value in tried]
-        rows.append([cell(row), cell(case), *figures, chosen(search, own), str(search.rounds) if search else NONE])
+        rows.append([cell(row), cell(case), *figures, chosen(search, own), str(search.rounds)])
+    if not rows:
+        return ""
     return table(("row", "case", *(f"{value:g}" for value in tried), "chosen", "rounds"), rows)
 
 
-def searched(search: SearchRecord | None, value: float) -> str:
+def searched(search: SearchRecord, value: float) -> str:
     """Return the figure of a rate."""
-    if search is None:
-        return "missing"
     figures = {float(key): accuracy for key, accuracy in search.rates.items()}
     if value not in figures:
         return "missing"
@@ -118,9 +118,9 @@ def searched(search: SearchRecord | None, value: float) -> str:
     return f"**{percent(figure)}**" if value == search.chosen else percent(figure)
 
 
-def chosen(search: SearchRecord | None, tried: Sequence[float]) -> str:
+def chosen(search: SearchRecord, tried: Sequence[float]) -> str:
     """Return the chosen rate; one at the edge may not be the best one."""
-    if search is None or search.chosen is None:
+    if search.chosen is None:
         return NONE
     edge = {min(tried): ", the lowest", max(tried): ", the highest"}.get(search.chosen, "")
     return f"{search.chosen:g}{edge}"
@@ -141,8 +141,8 @@ def settings(given: Mapping[str, Scalar]) -> str:
 
 
 def name_of(standing: Standing) -> str:
-    """Return the row's name, in italics for a bound."""
-    return cell(standing.row.name) if standing.candidate else f"*{cell(standing.row.name)}* (bound)"
+    """Return the row's name, in italics with its role for one that does not compete."""
+    return cell(standing.row.name) if standing.candidate else f"*{cell(standing.row.name)}* ({standing.row.role})"
 
 
 def measured(standing: Standing) -> str:

@@ -8,7 +8,7 @@ from claim_helpers import claim_in, records_of, run_of
 
 from benchmarks.claims.__main__ import do_collect, do_run, do_status, do_table, parser
 from benchmarks.claims.definition import Claim
-from benchmarks.claims.pages import document
+from benchmarks.claims.pages import document, pictures
 from benchmarks.claims.records import Records, RunRecord
 from benchmarks.claims.standings import Standing, current, deadlines, reason_of, standings
 from benchmarks.claims.tables import accuracies
@@ -109,7 +109,6 @@ def test_the_rest_of_the_page_by_hand(text: str) -> None:
     assert table_below(text, "## The rates") == [
         ["row", "case", "0.05", "0.1", "chosen", "rounds"],
         ["Pieces", "weak", "31.0", "**42.0**", "0.1, the highest", "1"],
-        ["Narrow", "weak", "missing", "missing", "-", "-"],
         ["Alone", "weak", "failed", "failed", "-", "1"],
     ]
     for line in (
@@ -120,6 +119,7 @@ def test_the_rest_of_the_page_by_hand(text: str) -> None:
         "- 5 of 15 runs are missing.",
         "- 9 runs at 0f3c9a1 on a machine, 2 cores",
         "1 recorded run of other settings than the definition's left out.",
+        "1 of 3 searches is missing.",
         "- 3 rounds, not 500",
         "All runs: `num-rounds=3`, `faults.allow-untrained=true`.",
         "| Slow | `strategy=profl` |",
@@ -132,6 +132,34 @@ def test_the_rest_of_the_page_by_hand(text: str) -> None:
         do_collect,
         do_table,
     ]
+
+
+def test_a_case_without_a_record_is_named_and_nothing_more(claim: Claim, records: Records) -> None:
+    weak = replace(records, runs=[run for run in records.runs if run.case == "weak"])
+    text = document(claim, weak, standings(claim, current(claim, weak)))
+    begin = "None of its 2 rows is recorded yet. They are run by `python -m benchmarks.claims run pieces`."
+    assert text.partition("## Mixed\n")[2].partition("\n## ")[0].split("\n\n")[1].strip() == begin
+    assert [row[1] for row in table_below(text, "## The claimed orders")[1:]] == ["weak", "weak"]
+    assert "Not judged before there is a record: mixed.\n" in text
+    assert "- mixed: not begun.\n" in text
+    assert "that hold: 2, do not hold: 0, undecided: 0, not begun: 1.\n" in text
+
+
+def test_an_experiment_does_not_compete_and_shows_why_an_order_does_not_hold(claim: Claim) -> None:
+    rows = [row.model_copy(update={"role": "experiment"}) if row.name == "Slow" else row for row in claim.rows]
+    orders = [order.model_copy(update={"cause": "Slow has more rounds."}) for order in claim.orders[1:]]
+    claim = claim.model_copy(update={"rows": tuple(rows), "orders": tuple(orders)})
+    ends = {"Slow": 0.75, "Pieces": 0.6, "Narrow": 0.65}
+    runs = [run_of(claim, ("weak", row, 1), end, 30) for row, end in ends.items()]
+    found = standings(claim, runs)
+    text = document(claim, Records("pieces", runs, []), found)
+    assert table_below(text, "## Weak")[1][:2] == ["*Slow* (experiment)", "70.0"]
+    assert "- weak: **Narrow** has the highest accuracy" in text
+    assert "**Why not.** Slow has more rounds.\n" in text
+    shown = {line.name for picture in pictures(claim, found) for panel in picture.panels for line in panel.lines}
+    assert shown == {"Pieces", "Narrow", "Alone", "Whole"}
+    held = document(claim, Records("pieces", runs[:2], []), standings(claim, runs[:2]))
+    assert "Why not" not in held
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,10 @@ def test_pictures_show_the_records(claim: Claim, records: Records, tmp_path: Pat
     margin = 90**0.03 * 1.01
     assert x == pytest.approx(math.log(200 / (10 / margin)) / math.log(90 * margin**2), abs=1e-3)
     words = drawn(tmp_path / "pieces-cases.svg")[1]
-    assert "cannot train" in words and "not run yet" in words
+    assert "cannot train" in words and "mixed" not in words.split()
+    few = replace(records, runs=[run for run in records.runs if run.row != "Alone"])
+    write_pages(claim.model_copy(update={"cases": claim.cases[:1]}), few.write(claim, tmp_path).parent)
+    assert "not run yet" in drawn(tmp_path / "pieces-cases.svg")[1]
 
 
 COMMITTED = sorted(path.stem for path in DOCS.glob("*.json"))
