@@ -44,6 +44,8 @@ html_theme = "furo"
 html_title = "Piecework"
 html_show_sphinx = False
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 
 
