@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from piecework.client_app.client import Client, Update, fill_from
 from piecework.models.work_item import WorkItem
 from piecework.training.loop import LocalTrainer, load_for_device
+from piecework.training.memory_cap import has_plenty
 from piecework.training.messages import Task
 from piecework.training.paged import PagedCascade
 from piecework.training.pages import PageFiles
@@ -33,7 +34,7 @@ class PagedTrainer(LocalTrainer):
 def train_paged(task: Task, client: Client, item: WorkItem) -> Update:
     """Train the item's network with a paged step. Its units are in the client's store afterwards."""
     folder, config = client.store.task / "pages", client.config_of(item)
-    pages = PageFiles(folder, client.device)
+    pages = PageFiles(folder, client.device, cached=has_plenty())
 
     def first_weights(unit: str, module: nn.Module) -> None:
         if not pages.holds(unit):  # which it is read from otherwise

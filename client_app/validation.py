@@ -17,7 +17,7 @@ from piecework.training.answers import Metrics
 from piecework.training.attacks import Attack, Gradient, pgd
 from piecework.training.examples import Examples, batches
 from piecework.training.loop import PieceModel
-from piecework.training.memory_cap import pause_counting
+from piecework.training.memory_cap import has_plenty, pause_counting
 from piecework.training.messages import Task
 from piecework.training.pages import PageFiles
 from piecework.training.scoring import parts_of, predictions, score
@@ -43,7 +43,7 @@ def cascade_of(
     client: Client, pieces: Sequence[Piece], head: str, *, held: bool, piece_class: type[PieceModel] = PieceModel
 ) -> StreamedCascade:
     """Return pieces of a client's model, of which those that are not `held` are in its store, as are their inputs."""
-    inputs = InMemory() if held else InPages(PageFiles(client.store.task))
+    inputs = InMemory() if held else InPages(PageFiles(client.store.task, cached=has_plenty()))
     load, training_config = client.load(), client.training_config
     return StreamedCascade(
         client.blueprint, pieces, head, load, training_config, inputs, held=held, piece_class=piece_class

@@ -132,6 +132,11 @@ def return_free_memory() -> None:
         trim_heap()
 
 
+def has_plenty() -> bool:
+    """Return whether the device of the present task has far more memory available than its budget."""
+    return Heap.spare > 0
+
+
 def free_in_heap() -> float:
     """Return the bytes that are free in the heap; infinite where that is unknown (glibc before 2.33)."""
     look = libc_function("mallinfo2", Mallinfo)

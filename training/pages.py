@@ -1,8 +1,9 @@
-"""The pages of a step: tensors that leave memory and come back, in files of their own that leave nothing in the page cache.
+"""The pages of a step: tensors that leave memory and come back, in files of their own.
 
 `Pages` counts what a step reads and writes, and moves nothing: with it, planners compute a step's cost. `PageFiles` moves the
 bytes of tensors as they lie in memory, without a copy, and can read them on a second thread. What a task writes is in its own
 folder, which ends with the task: a client that dies in the middle of a write has lost the task, and no step is ever half done.
+The files leave nothing in the page cache, which would count as memory of a container, unless a device has plenty.
 """
 
 import os
@@ -118,11 +119,15 @@ def count_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 class PageFiles(Pages):
-    """Pages in files of a folder, which is made when the first is written."""
+    """Pages in files of a folder, which is made when the first is written.
 
-    def __init__(self, folder: Path, device: torch.device = CPU) -> None:
+    With `cached`, the system may keep them in its page cache, as it does with all files, and write them when it likes. This is
+    for devices with far more memory than their budget: waiting for the disk is nearly a third of a small model's step.
+    """
+
+    def __init__(self, folder: Path, device: torch.device = CPU, *, cached: bool = False) -> None:
         super().__init__(device)
-        self.folder = folder
+        self.folder, self.cached = folder, cached
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.page"
@@ -143,7 +148,8 @@ class PageFiles(Pages):
             for tensor in tensors:
                 _write_all(file.fileno(), _as_bytes(tensor.detach().to(CPU)))
             file.truncate()
-            _forget(file.fileno(), written=True)
+            if not self.cached:
+                _forget(file.fileno(), written=True)
 
     def _fetch(self, name: str, tensors: Sequence[Tensor]) -> None:
         with self._path(name).open("rb", buffering=0) as file:
@@ -152,7 +158,8 @@ class PageFiles(Pages):
                 _read_all(file.fileno(), _as_bytes(found), name)
                 if found.device != tensor.device:
                     tensor.detach().copy_(found)
-            _forget(file.fileno(), written=False)
+            if not self.cached:
+                _forget(file.fileno(), written=False)
 
     def _begin(self, wanted: Wanted) -> Reading:
         return _Reader(self._fetch, wanted)
