@@ -288,11 +288,12 @@ def plan(
 
 def show_advice(settings: Settings, question: "PlanQuestion", command: Callable[[Scalars], str], as_json: bool) -> None:
     """Print advice; `command` makes the command line of a run with the recommended settings."""
+    from piecework.plans.beside import usual_helpers
     from piecework.plans.suggest import advise
     from piecework.plans.suggest_view import advice_tables
 
     with tell_steps("planning", silent=as_json) as tell:
-        advice = Advice(advise(settings, question, tell))
+        advice = Advice(advise(settings, question, tell, usual_helpers()))
     if advice.recommended is not None:
         advice.record["recommended"]["command"] = command(advice.recommended)
     print(json.dumps({"suggest": advice.record})) if as_json else show_lines(advice_tables(advice.record))

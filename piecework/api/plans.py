@@ -175,10 +175,11 @@ def suggest(
 
     The arguments are those of `piecework.plan`. Raises ValueError if a setting makes no sense.
     """
+    from piecework.plans.beside import usual_helpers
     from piecework.plans.suggest import advise
 
     with speak_of_keywords():
-        return Advice(advise(*read_question(settings, preset, keywords), tell))
+        return Advice(advise(*read_question(settings, preset, keywords), tell, usual_helpers()))
 
 
 QUESTION = ("input_shape", "classes", "examples", "budget", "precision", "attack_steps")

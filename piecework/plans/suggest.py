@@ -18,6 +18,7 @@ from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.planning.page_plan import speed_of
 from piecework.planning.part import whole_model
+from piecework.plans.beside import Helpers
 from piecework.plans.ladder import climb
 from piecework.plans.measured import evidence, read_cases, situate
 from piecework.plans.plan import fleet_states, make_plan, planner_for
@@ -31,8 +32,10 @@ USEFUL = 0.05  # of a model's parameters; less is no model that one would use
 Row = dict[str, Any]
 
 
-def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Return the whole advice as JSON values; `tell` hears what is being planned.
+def advise(
+    settings: Settings, question: PlanQuestion, tell: Callable[[str], None] = lambda _: None, helpers: int = 0
+) -> dict[str, Any]:
+    """Return the whole advice as JSON values; `tell` hears what is being planned, and so many `helpers` plan beside it.
 
     `simple` is FedAvg's verdict; if all devices fit a step of the whole model, no other system is planned. Otherwise `ladder`
     is how the poorest device could train the whole model, `first` are FedAvg, FedAvg with `memory.fit`, what trains the whole
@@ -43,14 +46,22 @@ def advise(settings: Settings, question: PlanQuestion, tell: Callable[[str], Non
     attacked = settings.training.adversarial or find_method(settings.strategy).can.attack == "always"
     settings = settings.with_values({"training.adversarial": attacked})
     tell(SIMPLEST)
-    simple, first = fedavg_verdict(settings, question)
-    climbs = not simple["fits"] and settings.memory.model == "traced"
+    plain = make_plan(plain_settings(settings), question)
     found: list[Row] = []
-    if not simple["fits"]:
-        for name in sorted(METHODS):
-            if name != SIMPLEST and suits(name, attacked):
+    if fits_all(plain):
+        simple, first = fedavg_verdict(settings, question, plain)
+    else:
+        names = sorted(name for name in METHODS if name != SIMPLEST and suits(name, attacked))
+        with Helpers(names, settings, question, plain["attack_steps"], helpers) as beside:
+            simple, first = fedavg_verdict(settings, question, plain)
+
+            def plan(name: str) -> Row:
                 tell(name)
-                found.append(plan_system(settings.with_values({"strategy": name}), question, simple["attack_steps"]))
+                return plan_system(settings.with_values({"strategy": name}), question, plain["attack_steps"])
+
+            rows = beside.rows(plan)
+        found = [rows[name] for name in names]
+    climbs = not simple["fits"] and settings.memory.model == "traced"
     able = [row for row in found if not row["reason"]]
     first += [row for name in list_advised() for row in able if row["strategy"] == name]
     recommended = recommend(simple, first, attacked)
@@ -158,19 +169,29 @@ def cost_text(fitted: Row) -> str:
 # ---- FedAvg
 
 
-def fedavg_verdict(settings: Settings, question: PlanQuestion) -> tuple[Row, list[Row]]:
+def plain_settings(settings: Settings) -> Settings:
+    """Return the settings of FedAvg with plain steps."""
+    return settings.with_values({"strategy": SIMPLEST, "memory.fit": ""})
+
+
+def fits_all(plan: Row) -> bool:
+    """Return whether every device can take part in a plan."""
+    return bool(plan["fleet"]["participation"] == 1)
+
+
+def fedavg_verdict(settings: Settings, question: PlanQuestion, plan: Row) -> tuple[Row, list[Row]]:
     """Return whether every device can hold a step of the whole model, and the rows of FedAvg without and with `memory.fit`.
 
-    If not every device can, `fitted` says how far `memory.fit` helps, and `smaller_batch` which batch every device could hold.
+    `plan` is that with plain steps. If not every device can, `fitted` says how far `memory.fit` helps, and `smaller_batch`
+    which batch every device could hold.
     """
-    settings = settings.with_values({"strategy": SIMPLEST, "memory.fit": ""})
-    plan = make_plan(settings, question)
+    settings = plain_settings(settings)
     fleet = load_fleet(settings.fleet)
     states = list(chain(*fleet_states(fleet, settings, plan["reference_bytes"])))
     poorest = min(states, key=lambda state: state.budget_bytes)
     participation = plan["fleet"]["participation"]
     verdict: Row = {
-        "fits": participation == 1,
+        "fits": fits_all(plan),
         "participation": participation,
         "batch_size": settings.training.batch_size,
         "attack_steps": plan["attack_steps"],

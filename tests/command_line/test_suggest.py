@@ -2,6 +2,7 @@
 
 import io
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,18 @@ from piecework.commands.console import PlainConsole
 from piecework.commands.options import run_command
 from piecework.models.zoo import MODELS, build_blueprint
 from piecework.planning import costs
+from piecework.plans.beside import Helpers
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
-from piecework.plans.suggest import advise, cost_model_of, fedavg_verdict, plan_system, recommend, suits
+from piecework.plans.suggest import (
+    advise,
+    cost_model_of,
+    fedavg_verdict,
+    plain_settings,
+    plan_system,
+    recommend,
+    suits,
+)
 from piecework.training.methods import METHODS
 from piecework.training.settings import Settings
 
@@ -130,7 +140,29 @@ def test_the_command_of_a_recommendation_has_what_has_an_effect() -> None:
     ]
 
 
+def test_helpers_find_what_one_process_finds(demo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, *SOME)
+    settings = Settings(clients=20)
+    assert advise(settings, ask(settings), helpers=2) == demo
+
+
+def test_a_system_whose_helper_ends_is_planned_here_and_no_helper_stays() -> None:
+    settings = Settings(clients=20)
+    broken = replace(ask(settings), examples="many")  # which ends the helper with a TypeError
+    with Helpers(["allsmall"], settings, broken, 0, 2) as beside:
+        for thread in beside.threads:
+            thread.join()
+        found = beside.rows(lambda name: {"reason": f"{name} was planned here"})
+    assert found == {"allsmall": {"reason": "allsmall was planned here"}}
+    assert [child.poll() is None for child in beside.children] == [False, False]
+
+
 # ---- FedAvg first
+
+
+def verdict_of(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """FedAvg's verdict, with the plan that it begins with."""
+    return fedavg_verdict(settings, ask(settings), make_plan(plain_settings(settings), ask(settings)))
 
 
 def test_where_every_device_fits_the_model_federated_averaging_is_the_advice() -> None:
@@ -151,7 +183,7 @@ def test_a_smaller_batch_is_the_largest_that_fits() -> None:
         needed[size] = make_plan(settings, ask(settings))["full_memory_bytes"]
     budget = (needed[4] + needed[8]) // 2
     settings = Settings(clients=2, fleet=fleet_json(board=budget))
-    found, _ = fedavg_verdict(settings, ask(settings))
+    found, _ = verdict_of(settings)
     assert not found["fits"]
     assert found["smaller_batch"] == {"batch_size": 4, "step_bytes": needed[4]}
     assert "0% of the clients fit a step of the whole model" in found["text"]
@@ -197,7 +229,7 @@ def test_what_less_memory_costs_is_said(demo: dict[str, Any]) -> None:
     assert demo["simple"]["ratios"]
     assert demo["simple"]["text"].endswith("No smaller batch fits every device, down to 2.")
     paper = Settings.from_run_config({"clients": 2, "memory.model": "fedepth", "fleet": "demo"})
-    assert fedavg_verdict(paper, ask(paper))[0]["fitted"] is None
+    assert verdict_of(paper)[0]["fitted"] is None
 
 
 # ---- the tables
