@@ -5,10 +5,11 @@
 
 The processor's speed is that of the model's plain step on one thread: traced FLOPs by measured seconds. The disk's bandwidth
 and the seconds of an access are those of small and large page files in --folder, which are written with a sync and read back
-without the page cache, as paged steps do. For each budget, a fraction of the plain step's bytes, `memory.fit = page` finds the
-step, which runs with files in the same folder; if it reads ahead, the same step without that follows. With --slow, files move
-at most so many bytes a second, as those of a slower disk do: accesses end with a sleep. Each figure is the least of --repeats,
-because other programs disturb timings, and the probes take turns with the step that they predict.
+without the page cache, as paged steps do on devices with little more memory than their budget. For each budget, a fraction of
+the plain step's bytes, `memory.fit = page` finds the step, which runs with files in the same folder; if it reads ahead, the
+same step without that follows. With --slow, files move at most so many bytes a second, as those of a slower disk do: accesses
+end with a sleep. Each figure is the least of --repeats, because other programs disturb timings, and the probes take turns with
+the step that they predict.
 """
 
 import argparse

@@ -251,6 +251,8 @@ def _check(claim: Claim) -> None:
 def _check_headline(claim: Claim, headline: Headline) -> None:
     where = f"{claim.path}: headline"
     *_, last = (_named(claim.cases, name, f"{where}: case") for name in headline.cases)
+    if len(set(headline.cases.values())) < len(headline.cases):
+        raise ClaimError(f"{where}: cases = {list(headline.cases.values())}: each needs a title of its own")
     for name in headline.rows:
         if last not in claim.cases_of(_named(claim.rows, name, f"{where}: row")):
             raise ClaimError(f"{where}: the row {name!r} has no case {last.name!r}, whose curves are named")

@@ -72,7 +72,7 @@ def in_short(found: Found, judged: Sequence[Judgement]) -> str:
         begun = cases_begun(found)
         counts = Counter(each.verdict if each.case in begun else "later" for each in judged)
         said = f"hold: {counts['holds']}, do not hold: {counts['does not hold']}, undecided: {counts['undecided']}"
-        said += f", not begun: {counts['later']}" * bool(counts["later"])
+        said += f", without a run: {counts['later']}" * bool(counts["later"])
         lines.append(f"- Claimed orders, counted in each of their cases, that {said}.")
     missing = sum(len(each.missing) for there in found.values() for each in there)
     total = missing + sum(len(each.runs) + len(each.failed) for there in found.values() for each in there)
@@ -93,7 +93,7 @@ def leader(there: Sequence[Standing]) -> str:
     """Return which candidate is first in a case, and how far the next one is behind."""
     ranked = [each for each in there if each.candidate and each.runs]
     if not ranked:
-        return "no candidate has trained." if any(each.recorded for each in there) else "not begun."
+        return "no candidate has trained." if any(each.recorded for each in there) else "no run yet."
     first = ranked[0]
     said = f"**{first.row.name}** has the highest accuracy, {first.mean:.1f} %"
     if len(ranked) == 1:

@@ -1,8 +1,8 @@
 """Plans systems in processes beside this one: each takes seconds of tracing, and none depends on another.
 
 A helper reads the question as a line of JSON from its standard input, and answers READY once it has loaded torch. Then it reads
-a system's name a line, and answers each with the system's row in a line. It ends with its input, and so also after this process
-was killed.
+a system's name a line, and answers each with the system's row in a line. It ends at once with its input, and so also when this
+process was killed.
 """
 
 import json
@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 from subprocess import DEVNULL, PIPE, Popen
 from threading import Thread
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import piecework
 from piecework.device_profiles.profile import available_memory, usable_cpus
@@ -32,7 +33,7 @@ CODE = "import sys; sys.path.append(sys.argv[1]); from piecework.plans.beside im
 
 def usual_helpers() -> int:
     """Return how many helpers this machine has processors and memory for; none beside a single processor."""
-    return min(MOST, usable_cpus(), available_memory() // MEMORY) if usable_cpus() > 1 else 0
+    return max(0, min(MOST, usable_cpus() - 1, available_memory() // MEMORY - 1))
 
 
 class Helpers:
@@ -46,6 +47,7 @@ class Helpers:
         self, names: Iterable[str], settings: Settings, question: PlanQuestion, steps: int, count: int
     ) -> None:
         job = {"settings": settings.to_run_config(), "question": asdict(question), "attack-steps": steps}
+        job["path"] = [str(Path(place).resolve()) for place in sys.path]  # modules of one's own may import others
         self._job, self._names = json.dumps(job), deque(names)
         self._rows: dict[str, Row] = {}
         self.children: list[Popen[str]] = []
@@ -66,14 +68,14 @@ class Helpers:
             thread.join()
 
     def rows(self, plan: Callable[[str], Row]) -> dict[str, Row]:
-        """Return the rows by system; `plan` plans one here."""
+        """Return the rows by system; `plan` plans one here, and again what a helper says cannot train: it may lack a module."""
         while True:
             while (name := self._next()) is not None:
                 self._rows[name] = plan(name)
             for thread in self.threads:
                 thread.join()
             if not self._names:
-                return self._rows
+                return {name: plan(name) if row["reason"] else row for name, row in self._rows.items()}
 
     def _next(self) -> str | None:
         try:
@@ -86,16 +88,27 @@ class Helpers:
         place = str(Path(piecework.__file__).resolve().parents[1])
         command = [sys.executable, "-P", "-c", CODE, place]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, env=environment) as child:
+        with (
+            suppress(OSError),  # no process could be started, or this one has ended: the caller plans what is left
+            Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, env=environment) as child,
+        ):
             self.children.append(child)
             ready = ask(child, self._job) == READY
             while ready and (name := self._next()) is not None:
-                if answer := ask(child, name):
-                    self._rows[name] = json.loads(answer)
-                else:
+                row = row_in(ask(child, name))
+                if row is None:
                     self._names.append(name)
                     break
+                self._rows[name] = row
             child.kill()
+
+
+def row_in(answer: str) -> Row | None:
+    """Return the row of an answer, None if it is none: a helper that ends may leave half a line."""
+    with suppress(ValueError):
+        found = json.loads(answer)
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def ask(child: Popen[str], line: str) -> str:
@@ -107,17 +120,29 @@ def ask(child: Popen[str], line: str) -> str:
     return child.stdout.readline()
 
 
+def read_lines(asked: TextIO, lines: SimpleQueue[str]) -> None:
+    """Hand over each line, and end this process with the last one: nobody waits for it any more."""
+    for line in asked:
+        lines.put(line)
+    os._exit(0)
+
+
 def main() -> None:
     """Answer names until the input ends."""
+    # modules of one's own may read and print as they like: what they read is no question, and what they print no answer
+    asked, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    lines = SimpleQueue[str]()
+    Thread(target=read_lines, args=(asked, lines), daemon=True).start()
+    job = json.loads(lines.get())
+    sys.path[:] = job["path"]
     from piecework.plans.suggest import plan_system
 
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a module of one's own prints is no answer
-    job = json.loads(sys.stdin.readline())
     given = job["question"]
     question = PlanQuestion(**given | {"input_shape": tuple(given["input_shape"])})
     settings = Settings.from_run_config(job["settings"])
     print(READY, end="", file=answers, flush=True)
-    for line in sys.stdin:
-        own = settings.with_values({"strategy": line.strip()})
+    while True:
+        own = settings.with_values({"strategy": lines.get().strip()})
         print(json.dumps(plan_system(own, question, job["attack-steps"])), file=answers, flush=True)

@@ -13,6 +13,7 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import DeviceState, format_bytes, format_compared
 from piecework.device_profiles.units import format_seconds
 from piecework.models.cascade import Blueprint
+from piecework.models.imported.objects import is_object
 from piecework.models.static_norms import mixes_examples
 from piecework.planning.costs import CostModel, cost_model_for
 from piecework.planning.less_memory import FIT, in_less_memory
@@ -52,7 +53,8 @@ def advise(
         simple, first = fedavg_verdict(settings, question, plain)
     else:
         names = sorted(name for name in METHODS if name != SIMPLEST and suits(name, attacked))
-        with Helpers(names, settings, question, plain["attack_steps"], helpers) as beside:
+        count = 0 if is_object(settings.model) else helpers  # which no other process has
+        with Helpers(names, settings, question, plain["attack_steps"], count) as beside:
             simple, first = fedavg_verdict(settings, question, plain)
 
             def plan(name: str) -> Row:

@@ -1,5 +1,6 @@
 """What a task of paged steps reads and writes is what is predicted for it, to the byte."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from piecework.planning.costs import cost_model_for
 from piecework.planning.page_cost import moved_by_task
 from piecework.planning.timing import moved_by_part
 from piecework.strategies import find_method
+from piecework.training.memory_cap import Heap
 
 PAIRS = ((0, 2), (2, 4), (4, 5))
 
@@ -44,3 +46,16 @@ def test_bytes_of_a_task(tmp_path: Path, changes: dict[str, Any], spilled: bool)
     steps = changes["training__local_iterations"]
     read, written, *_ = moved_by_part(cut.cost_model, cut.part(item), steps)
     assert (metrics["disk-read"], metrics["disk-written"]) == (read, written)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system drops nothing from its page cache")
+@pytest.mark.parametrize("plenty", [False, True])
+def test_only_a_device_with_plenty_of_memory_leaves_pages_in_the_page_cache(
+    plenty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = list[int](), os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda file: (synced.append(file), sync(file))[1])
+    monkeypatch.setattr(Heap, "spare", 2**20 if plenty else 0)
+    client = a_client(tmp_path, tiny_settings(strategy="fedavg", training__local_iterations=1), rows=16)
+    train_paged(a_task("fedavg"), client, WorkItem((0, 1, 2, 3, 4), pages=PAIRS, spilled=True))
+    assert (not synced) == plenty

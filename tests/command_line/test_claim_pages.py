@@ -141,8 +141,8 @@ def test_a_case_without_a_record_is_named_and_nothing_more(claim: Claim, records
     assert text.partition("## Mixed\n")[2].partition("\n## ")[0].split("\n\n")[1].strip() == begin
     assert [row[1] for row in table_below(text, "## The claimed orders")[1:]] == ["weak", "weak"]
     assert "Not judged before there is a record: mixed.\n" in text
-    assert "- mixed: not begun.\n" in text
-    assert "that hold: 2, do not hold: 0, undecided: 0, not begun: 1.\n" in text
+    assert "- mixed: no run yet.\n" in text
+    assert "that hold: 2, do not hold: 0, undecided: 0, without a run: 1.\n" in text
 
 
 def test_an_experiment_does_not_compete_and_shows_why_an_order_does_not_hold(claim: Claim) -> None:

@@ -123,6 +123,10 @@ REFUSED = {
     "order 1: row 'FedAvg': there is none": ('ahead = "FeDepth"', 'ahead = "FedAvg"'),
     "order 1: the row 'ProFL' has no case 'skew'": ('behind = ["bound"]', 'behind = ["ProFL"]'),
     "headline: row 'FedAvg': there is none": ("[search]", HEADLINE.format("FedAvg", "skew")),
+    "headline: cases = ['b', 'b']: each needs a title of its own": (
+        "[search]",
+        HEADLINE.format("FeDepth", "skew").replace("cases = {", 'cases = { weak = "b",'),
+    ),
     "headline: case 'dark': there is none": ("[search]", HEADLINE.format("FeDepth", "dark")),
     "headline: the row 'ProFL' has no case 'skew', whose curves are named": (
         "[search]",
