@@ -150,6 +150,14 @@ def test_a_committed_page_is_what_its_records_give(name: str) -> None:
         require_drawn(picture, DOCS / picture.file)
 
 
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_figures_of_causes_stand_in_the_tables(name: str) -> None:
+    tables = "\n".join(line for line in (DOCS / f"{name}.md").read_text("utf-8").splitlines() if line.startswith("|"))
+    known = set(re.findall(r"\d+\.\d+", tables))
+    for order in read(name).orders:
+        assert set(re.findall(r"\d+\.\d+", order.cause)) <= known, order.text
+
+
 def test_no_other_file_lies_beside_the_committed_pages() -> None:
     """Such as a picture of a case that has another name today."""
     expected = {f"{name}.{ending}" for name in COMMITTED for ending in ("json", "md")}
