@@ -1,9 +1,4 @@
-"""Plans systems in processes beside this one: each takes seconds of tracing, and none depends on another.
-
-A helper reads the question as a line of JSON from its standard input, and answers READY once it has loaded torch. Then it reads
-a system's name a line, and answers each with the system's row in a line. It ends at once with its input, and so also when this
-process was killed.
-"""
+"""Plans systems in processes beside this one: each takes seconds of tracing, and none depends on another (see helper.py)."""
 
 import json
 import os
@@ -13,11 +8,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from queue import SimpleQueue
 from subprocess import DEVNULL, PIPE, Popen
 from threading import Thread
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import piecework
 from piecework.device_profiles.profile import available_memory, usable_cpus
@@ -25,10 +19,10 @@ from piecework.plans.question import PlanQuestion
 from piecework.training.settings import Settings
 
 Row = dict[str, Any]
-READY = "ready\n"
+READY = "ready\n"  # what a helper answers to the question
 MOST = 4
 MEMORY = 2**30  # bytes that a helper may take, most of them for torch
-CODE = "import sys; sys.path.append(sys.argv[1]); from piecework.plans.beside import main; main()"
+CODE = "import sys; sys.path.append(sys.argv[1]); from piecework.plans.helper import main; main()"
 
 
 def usual_helpers() -> int:
@@ -118,31 +112,3 @@ def ask(child: Popen[str], line: str) -> str:
         child.stdin.write(f"{line}\n")
         child.stdin.flush()
     return child.stdout.readline()
-
-
-def read_lines(asked: TextIO, lines: SimpleQueue[str]) -> None:
-    """Hand over each line, and end this process with the last one: nobody waits for it any more."""
-    for line in asked:
-        lines.put(line)
-    os._exit(0)
-
-
-def main() -> None:
-    """Answer names until the input ends."""
-    # modules of one's own may read and print as they like: what they read is no question, and what they print no answer
-    asked, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    lines = SimpleQueue[str]()
-    Thread(target=read_lines, args=(asked, lines), daemon=True).start()
-    job = json.loads(lines.get())
-    sys.path[:] = job["path"]
-    from piecework.plans.suggest import plan_system
-
-    given = job["question"]
-    question = PlanQuestion(**given | {"input_shape": tuple(given["input_shape"])})
-    settings = Settings.from_run_config(job["settings"])
-    print(READY, end="", file=answers, flush=True)
-    while True:
-        own = settings.with_values({"strategy": lines.get().strip()})
-        print(json.dumps(plan_system(own, question, job["attack-steps"])), file=answers, flush=True)
