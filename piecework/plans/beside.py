@@ -62,14 +62,16 @@ class Helpers:
             thread.join()
 
     def rows(self, plan: Callable[[str], Row]) -> dict[str, Row]:
-        """Return the rows by system; `plan` plans one here, and again what a helper says cannot train: it may lack a module."""
+        """Return the rows by system. `plan` plans one here, and again what a helper says cannot train: it may lack a module."""
+        here: dict[str, Row] = {}
         while True:
             while (name := self._next()) is not None:
-                self._rows[name] = plan(name)
+                here[name] = plan(name)
             for thread in self.threads:
                 thread.join()
             if not self._names:
-                return {name: plan(name) if row["reason"] else row for name, row in self._rows.items()}
+                refused = [name for name, row in self._rows.items() if row["reason"]]
+                return self._rows | {name: plan(name) for name in refused} | here
 
     def _next(self) -> str | None:
         try:

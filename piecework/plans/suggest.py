@@ -48,21 +48,17 @@ def advise(
     settings = settings.with_values({"training.adversarial": attacked})
     tell(SIMPLEST)
     plain = make_plan(plain_settings(settings), question)
-    found: list[Row] = []
-    if fits_all(plain):
+    names = [] if fits_all(plain) else sorted(n for n in METHODS if n != SIMPLEST and suits(n, attacked))
+
+    def plan(name: str) -> Row:
+        tell(name)
+        return plan_system(settings.with_values({"strategy": name}), question, plain["attack_steps"])
+
+    alone = not names or is_object(settings.model)  # no other process has the object
+    with Helpers(names, settings, question, plain["attack_steps"], 0 if alone else helpers) as beside:
         simple, first = fedavg_verdict(settings, question, plain)
-    else:
-        names = sorted(name for name in METHODS if name != SIMPLEST and suits(name, attacked))
-        count = 0 if is_object(settings.model) else helpers  # which no other process has
-        with Helpers(names, settings, question, plain["attack_steps"], count) as beside:
-            simple, first = fedavg_verdict(settings, question, plain)
-
-            def plan(name: str) -> Row:
-                tell(name)
-                return plan_system(settings.with_values({"strategy": name}), question, plain["attack_steps"])
-
-            rows = beside.rows(plan)
-        found = [rows[name] for name in names]
+        rows = beside.rows(plan)
+    found = [rows[name] for name in names]
     climbs = not simple["fits"] and settings.memory.model == "traced"
     able = [row for row in found if not row["reason"]]
     first += [row for name in list_advised() for row in able if row["strategy"] == name]

@@ -1,6 +1,5 @@
 """Files of pages: tensors come back as they lay in memory, and what cannot is an error."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -37,20 +36,6 @@ def test_tensors_come_back_as_they_lay_in_memory(tmp_path: Path) -> None:
     pages.write("a", kept[2:3])
     pages.read("a", found[2:3])
     assert (tmp_path / "pages" / "a.page").stat().st_size == 4
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system drops nothing from its page cache")
-@pytest.mark.parametrize("cached", [False, True])
-def test_only_pages_that_may_stay_in_the_page_cache_do_not_wait_for_the_disk(
-    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced, sync = list[int](), os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda file: (synced.append(file), sync(file))[1])
-    pages = PageFiles(tmp_path, cached=cached)
-    pages.write("a", [torch.arange(5.0)])
-    pages.read("a", [found := torch.empty(5)])
-    assert torch.equal(found, torch.arange(5.0))
-    assert len(synced) == (0 if cached else 1)
 
 
 def test_a_tensor_with_gaps_has_no_page(tmp_path: Path) -> None:
