@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims.definition import Claim, read
-from benchmarks.claims.jobs import search_jobs, seed_job
+from benchmarks.claims.jobs import seed_job
 from benchmarks.claims.records import Records, RunRecord, SearchRecord
-from benchmarks.claims.results import search_hash
+from benchmarks.claims.search import search_hash
 
 CLAIM = """
 title = "Pieces against narrow models"
@@ -18,6 +18,7 @@ seeds = [1, 2, 3]
 last = 2
 [search]
 rates = [0.05, 0.1]
+further = 0
 [settings]
 "num-rounds" = 3
 "faults.allow-untrained" = true
@@ -110,9 +111,7 @@ def records_of(claim: Claim) -> Records:
         run_of(claim, ("mixed", "Pieces", 2), 0.65, 300),
         run_of(claim, ("mixed", "Narrow", 1), 0.9, 300, hash="00000000"),
     ]
-    searched = {
-        row: search_hash([job.hash for job in search_jobs(claim, ("weak", row))]) for row in ("Pieces", "Alone")
-    }
+    searched = {row: search_hash(claim, ("weak", row), {0.05: None, 0.1: None}) for row in ("Pieces", "Alone")}
     searches = [
         SearchRecord("weak", "Narrow", "00000000", "0f3c9a1", MACHINE, 1, {"0.05": 0.31, "0.1": 0.42}, 0.1, 200.0),
         SearchRecord(

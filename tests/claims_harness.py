@@ -24,6 +24,7 @@ gap = "d"
 seeds = [1, 2]
 [search]
 rates = [0.02, 0.05]
+further = 0
 [settings]
 clients = 3
 "num-rounds" = 6

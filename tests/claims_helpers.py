@@ -25,6 +25,7 @@ seeds = [1, 2]
 last = 2
 [search]
 rates = [0.02, 0.05, 0.1]
+further = 0
 [settings]
 clients = 6
 "clients-per-round" = 3

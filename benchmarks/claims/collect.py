@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims.definition import Claim, ClaimError
-from benchmarks.claims.jobs import Wanted, folders, possible, search_jobs, searches, wanted
+from benchmarks.claims.jobs import Wanted, folders, possible, reachable_jobs, searches, wanted
 from benchmarks.claims.records import Records, RunRecord, SearchRecord, written
-from benchmarks.claims.results import run_record, search_hash, search_record
+from benchmarks.claims.results import run_record
+from benchmarks.claims.search import best_or_first, search_record
+from benchmarks.claims.standings import current_searches
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.studies.notes import Note, NoteError, state_of
 
@@ -60,15 +62,16 @@ def collect(claim: Claim, out: Path, docs: Path, say: Say) -> Records:
         {(each.case, each.row, each.seed): each for each in old.runs},
         {(each.case, each.row): each for each in old.searches},
     )
+    usable = current_searches(claim, old)
     for place in searches(claim):
         try:
-            record = search_record(claim, place, out)
+            record = search_record(claim, place, out, usable.get(place))
         except CheckpointError as error:
             merge.tell("left out", *place, "search", error)
             continue
         if record is not None:
             merge.add(merge.searches, place, record, "search")
-        elif any(state_of(job.folder(out)) != "missing" for job in search_jobs(claim, place)):
+        elif any(state_of(job.folder(out)) != "missing" for job in reachable_jobs(claim, place)):
             merge.tell("left out", *place, "search", "not all of its runs have ended")
     remove_others(merge)
     for folder in folders(out, claim.name):
@@ -81,10 +84,8 @@ def collect(claim: Claim, out: Path, docs: Path, say: Say) -> Records:
 
 def remove_others(merge: Merge) -> None:
     """Remove the records of other definitions, and those of runs with another rate than the search has found."""
-    hashes = {
-        place: search_hash([job.hash for job in search_jobs(merge.claim, place)]) for place in searches(merge.claim)
-    }
-    for place in [key for key, each in merge.searches.items() if hashes.get(key) != each.hash]:
+    kept = current_searches(merge.claim, Records(merge.claim.name, [], [*merge.searches.values()]))
+    for place in [each for each in merge.searches if each not in kept]:
         merge.tell("removed", *place, "search", "of another definition")
         del merge.searches[place]
     for key, record in [*merge.runs.items()]:
@@ -115,7 +116,7 @@ def rate_of(merge: Merge, want: Wanted) -> float | None:
     """Return the rate that the recorded search found for a run; None if there is no such search."""
     if want.source is None or (search := merge.searches.get(want.source)) is None:
         return None
-    return search.chosen or float(next(iter(search.rates)))
+    return best_or_first(merge.claim, want.source, search.figures)
 
 
 def add_run(merge: Merge, folder: Path) -> None:
@@ -127,7 +128,7 @@ def add_run(merge: Merge, folder: Path) -> None:
     if note is None:
         return merge.tell("left out", folder, "nothing notes beside it which run it is")
     if note.job["searched"]:
-        if note.job["hash"] not in {j.hash for p in searches(merge.claim) for j in search_jobs(merge.claim, p)}:
+        if note.job["hash"] not in {j.hash for p in searches(merge.claim) for j in reachable_jobs(merge.claim, p)}:
             merge.tell("left out", note.job["case"], note.job["row"], folder.name, "of another definition")
         return None
     where = note.job["case"], note.job["row"], f"seed {note.job['seed']}"

@@ -10,6 +10,7 @@
     [search]
     rates = [0.02, 0.05, 0.1]      # of every row, unless it has its own
     fraction = 3                   # a search's run has num-rounds / fraction rounds, rounded
+    further = 2                    # while the best rate is the first or the last, the next is tried too, at most so many
     [settings]                     # of all runs, by their full keys
     "num-rounds" = 60
     [[case]]                       # what rows are repeated over
@@ -76,10 +77,15 @@ class _Table(BaseModel):
 
 
 class Search(_Table):
-    """The rates that are tried for each row, and by what a search's number of rounds is divided."""
+    """The rates that are tried for each row, and by what a search's number of rounds is divided.
+
+    `further`: while the best rate is the lowest or the highest that was tried, the next one beyond it is tried too, as far away
+    as its neighbour (as a factor); at most so many on each side.
+    """
 
     rates: Rates
     fraction: Annotated[int, Field(ge=1, le=1000)] = 3
+    further: Annotated[int, Field(ge=0, le=10)] = 2
 
 
 class Case(_Table):

@@ -85,14 +85,27 @@ def searches(claim: Claim, only: str = "") -> list[Place]:
     return [(case.name, row.name) for case in claim.cases for row in claim.rows if (case.name, row.name) in needed]
 
 
-def rates_of(claim: Claim, row: Row) -> tuple[float, ...]:
-    """Return the rates that are tried for a row."""
+def rates_of(claim: Claim, row: Row) -> list[float]:
+    """Return the rates that are tried for a row in any case, the lowest first."""
     assert claim.search is not None
-    return row.rates or claim.search.rates
+    return sorted(row.rates or claim.search.rates)
 
 
-def search_jobs(claim: Claim, place: Place) -> list[Job]:
-    """Return the runs of a search: a rate each, with the row's first seed, fewer rounds, and without AutoAttack."""
+def reach_of(claim: Claim, row: Row) -> list[float]:
+    """Return the rates that may be tried for a row, the lowest first: those of `rates_of`, and the further ones."""
+    assert claim.search is not None
+    rates = rates_of(claim, row)
+    for _ in range(claim.search.further):
+        lower, higher = rates[0] * rates[0] / rates[1], rates[-1] * rates[-1] / rates[-2]
+        rates = [float(f"{lower:.6g}"), *rates, float(f"{higher:.6g}")]
+    return rates
+
+
+def search_jobs(claim: Claim, place: Place, rates: Collection[float] | None = None) -> list[Job]:
+    """Return the runs of a search: a rate each, with the row's first seed, fewer rounds, and without AutoAttack.
+
+    `rates` are those of `rates_of` if none are given.
+    """
     assert claim.search is not None
     case, row = claim.case(place[0]), claim.row(place[1])
     given = merged(claim, case, row) | row.search
@@ -103,8 +116,13 @@ def search_jobs(claim: Claim, place: Place) -> list[Job]:
     seed = claim.seeds_of(row)[0]
     return [
         Job(claim.name, case.name, row.name, True, seed, rate, given | {SEED: seed, RATE: rate})
-        for rate in rates_of(claim, row)
+        for rate in (rates_of(claim, row) if rates is None else rates)
     ]
+
+
+def reachable_jobs(claim: Claim, place: Place) -> list[Job]:
+    """Return all runs that a search may have."""
+    return search_jobs(claim, place, reach_of(claim, claim.row(place[1])))
 
 
 def seed_job(claim: Claim, case: Case, row: Row, seed: int, found: float | None) -> Job:
@@ -180,14 +198,8 @@ def job_of(claim: Claim, want: Wanted, found: float | None) -> Job:
 
 def possible(claim: Claim, want: Wanted) -> list[Job]:
     """Return the run with each rate that its search may choose."""
-    rates = [None] if want.source is None else rates_of(claim, claim.row(want.source[1]))
+    rates = [None] if want.source is None else reach_of(claim, claim.row(want.source[1]))
     return [job_of(claim, want, rate) for rate in rates]
-
-
-def best_rate(figures: Mapping[float, float | None]) -> float | None:
-    """Return the rate with the highest accuracy, the first of equals; None if no run of the search ended with one."""
-    known = {rate: accuracy for rate, accuracy in figures.items() if accuracy is not None}
-    return max(known, key=lambda rate: known[rate], default=None)
 
 
 def load(name: str, folder: Path = FOLDER) -> Claim:

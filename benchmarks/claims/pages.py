@@ -202,7 +202,9 @@ def of_rates(claim: Claim, records: Records) -> list[str]:
         "## The rates",
         prose(
             f"""Every row gets the same search: its rates with one seed, in runs with 1/{claim.search.fraction} of the rounds
-            unless the definition says otherwise. The figure is the last accuracy in percent, by which the rate is chosen."""
+            unless the definition says otherwise. The figure is the last accuracy in percent, by which the rate is chosen.
+            While the best one is the lowest or the highest that was tried, the next one is tried too, at most
+            {claim.search.further} more on each side."""
         ),
         *([table] if table else []),
         *(

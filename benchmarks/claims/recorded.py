@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.claims.definition import Claim
-from benchmarks.claims.jobs import Job, Place, search_jobs, searches
+from benchmarks.claims.jobs import Job, Place
 from benchmarks.claims.records import DOCS, Records, RunRecord, SearchRecord
-from benchmarks.claims.results import search_hash
+from benchmarks.claims.search import Figures
+from benchmarks.claims.standings import current_searches
 
 
 @dataclass(frozen=True)
@@ -22,24 +23,22 @@ class Recorded:
     def of(cls, claim: Claim, docs: Path = DOCS) -> Self:
         """Read the records of a claim below `docs`. Raises ClaimError."""
         records = Records.read(claim.name, docs)
-        hashes = {place: search_hash([job.hash for job in search_jobs(claim, place)]) for place in searches(claim)}
         return cls(
-            {
-                (each.case, each.row): each
-                for each in records.searches
-                if hashes.get((each.case, each.row)) == each.hash
-            },
+            current_searches(claim, records),
             {(each.case, each.row, each.seed, each.hash): each for each in records.runs},
         )
 
-    def rate(self, place: Place) -> float | None:
-        """Return the rate that a recorded search has found, the first one if all its runs failed; None without a record."""
-        search = self.searches.get(place)
-        return None if search is None else search.chosen or float(next(iter(search.rates)))
+    def figures(self, place: Place) -> Figures:
+        """Return the figures of the rates that a recorded search has tried, none without a record."""
+        return {} if (search := self.searches.get(place)) is None else search.figures
 
     def run(self, job: Job) -> RunRecord | None:
         """Return the record of a run with a seed, None without one."""
         return None if job.searched else self.runs.get((job.case, job.row, job.seed, job.hash))
+
+    def has(self, job: Job) -> bool:
+        """Return whether a run is recorded, also one of a search."""
+        return job.rate in self.figures(job.place) if job.searched else self.run(job) is not None
 
     def seconds_of_rounds(self, row: str, case: str | None) -> Iterator[float]:
         """Yield the core's seconds of a round in each recorded run and search of a row, in a case or (None) in any."""

@@ -88,6 +88,11 @@ class SearchRecord:
     seconds: float
     core_seconds: float | None = None
 
+    @property
+    def figures(self) -> dict[float, float | None]:
+        """The accuracy of each rate."""
+        return {float(rate): accuracy for rate, accuracy in self.rates.items()}
+
 
 @dataclass(frozen=True)
 class Records:

@@ -1,6 +1,5 @@
 """What a run came to: its record, from its folder and the note beside it."""
 
-import hashlib
 import operator
 from collections.abc import Sequence
 from itertools import accumulate
@@ -9,8 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.claims.definition import Claim
-from benchmarks.claims.jobs import Place, best_rate, search_jobs
-from benchmarks.claims.records import RunRecord, SearchRecord, thinned
+from benchmarks.claims.records import RunRecord, thinned
 from benchmarks.claims.storage import STORAGE, Devices, seconds_of_rounds
 from piecework.device_profiles.fleet import load_fleet
 from piecework.report import display
@@ -18,69 +16,9 @@ from piecework.report.read_records import Record, read_final, read_models, with_
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import COMPLETED
 from piecework.server_app.summary import peak_over_budget, worst_and_mean
-from piecework.studies.notes import Note, state_of
-from piecework.studies.results import Evaluations, evaluations, last_accuracy, whole_rounds
+from piecework.studies.notes import Note
+from piecework.studies.results import Evaluations, evaluations, whole_rounds
 from piecework.training.settings import Settings, SettingsError
-
-
-def search_figures(claim: Claim, place: Place, out: Path) -> dict[float, float | None] | None:
-    """Return the accuracy of each rate of a search, None for a run that failed; None until all its runs have ended.
-
-    Raises CheckpointError if the records of one of them are damaged.
-    """
-    found: dict[float, float | None] = {}
-    for job in search_jobs(claim, place):
-        folder = job.folder(out)
-        state = state_of(folder)
-        if state not in ("done", "failed"):
-            return None
-        assert job.rate is not None
-        found[job.rate] = last_accuracy(folder, claim.measure) if state == "done" else None
-    return found
-
-
-def found_rate(claim: Claim, place: Place, out: Path) -> float | None:
-    """Return the rate that a search has found, None until it has ended. Raises CheckpointError as `search_figures`.
-
-    Where all its runs failed that is the first one, with which the row's own runs say why it cannot train.
-    """
-    figures = search_figures(claim, place, out)
-    return None if figures is None else best_rate(figures) or next(iter(figures))
-
-
-def rate_or_damage(claim: Claim, place: Place, out: Path) -> tuple[float | None, str]:
-    """Return the rate that a search has found, or None; and which damage leaves its result open, empty if none does."""
-    try:
-        return found_rate(claim, place, out), ""
-    except CheckpointError as error:
-        return None, str(error)
-
-
-def search_record(claim: Claim, place: Place, out: Path) -> SearchRecord | None:
-    """Return the record of a search, or None until all its runs have ended. Raises CheckpointError."""
-    figures = search_figures(claim, place, out)
-    if figures is None:
-        return None
-    jobs = search_jobs(claim, place)
-    notes = [note for job in jobs if (note := Note.read(job.folder(out))) is not None]
-    seconds = [RunDir(job.folder(out)).seconds() for job in jobs]
-    return SearchRecord(
-        case=place[0],
-        row=place[1],
-        hash=search_hash([job.hash for job in jobs]),
-        commit=_joined([commit for note in notes for commit in note.commits]),
-        machine=_joined([machine for note in notes for machine in note.machines]),
-        rounds=Settings.from_run_config(jobs[0].settings).num_rounds,
-        rates={str(rate): accuracy for rate, accuracy in figures.items()},
-        chosen=best_rate(figures),
-        seconds=sum(seconds),
-        core_seconds=on_a_core(seconds, [note.share for note in notes]),
-    )
-
-
-def search_hash(hashes: Sequence[str]) -> str:
-    """Return eight characters that identify a search by the hashes of its runs."""
-    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:8]
 
 
 def on_a_core(seconds: Sequence[float], shares: Sequence[float | None]) -> float | None:
@@ -104,7 +42,7 @@ def run_record(claim: Claim, folder: Path, note: Note) -> RunRecord:
         values = {
             **{key: note.job[key] for key in ("case", "row", "seed", "hash")},
             "rate": settings.training.lr if run_dir.has_begun() else note.job["rate"],
-            **{"commit": _joined(note.commits), "machine": _joined(note.machines)},
+            **{"commit": joined(note.commits), "machine": joined(note.machines)},
             **{"status": "failed" if note.failed else COMPLETED, "reason": note.failed, "rounds": len(rounds)},
             **_accuracies(found, claim.last),
             **_of_the_model(rounds, final),
@@ -159,5 +97,6 @@ def curve(rounds: Sequence[Record], found: Evaluations, of_rounds: Sequence[dict
     return [[number, *so_far[number], accuracy] for number, accuracy in found]
 
 
-def _joined(values: Sequence[str]) -> str:
+def joined(values: Sequence[str]) -> str:
+    """Return different texts in a line."""
     return "; ".join(dict.fromkeys(values))

@@ -10,7 +10,7 @@ from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Place, Wanted, in_order, job_of, possible, search_jobs
 from benchmarks.claims.recorded import Recorded
 from benchmarks.claims.records import DOCS
-from benchmarks.claims.results import rate_or_damage
+from benchmarks.claims.search import Figures, figures_or_damage, found_rate, untried
 from piecework.server_app.records import RunDir
 from piecework.studies import queue, runner
 from piecework.studies.notes import this_machine
@@ -66,9 +66,12 @@ class ClaimsPlan:
         return to_time(self) if self.options.first else to_finish(self, queue)
 
     def is_recorded(self, job: Job) -> bool:
-        """Return whether the records have a run; with `--retry` one that failed is tried again."""
-        recorded = self.recorded[job.claim].run(job)
-        return recorded is not None and not (recorded.status == "failed" and self.options.retry)
+        """Return whether the records have a run; with `--retry` one that failed is tried again, with `--first` one is timed."""
+        recorded = self.recorded[job.claim]
+        if job.searched:
+            return recorded.has(job) and not self.options.first
+        run = recorded.run(job)
+        return run is not None and not (run.status == "failed" and self.options.retry)
 
 
 def to_finish(plan: ClaimsPlan, queue: Queue) -> Iterator[Job]:
@@ -77,29 +80,37 @@ def to_finish(plan: ClaimsPlan, queue: Queue) -> Iterator[Job]:
     for claim, found in in_order(plan.claims, plan.options.only):
         recorded = plan.recorded[claim.name]
         if not isinstance(found, Wanted):
-            if recorded.rate(found) is None:
-                yield from search_jobs(claim, found)
+            if (rate := found_rate(claim, found, recorded.figures(found))) is None:
+                yield from jobs_of_search(plan, queue, claim, found)
             else:
-                queue.tell(
-                    f"{claim.name}: {found[0]}: {found[1]}: search is in the records: rate {recorded.rate(found):g}"
-                )
-        elif found.source is None or (rate := recorded.rate(found.source)) is not None:
-            yield job_of(claim, found, None if found.source is None else rate)
+                queue.tell(f"{claim.name}: {found[0]}: {found[1]}: search is in the records: rate {rate:g}")
+        elif found.source is None:
+            yield job_of(claim, found, None)
         else:
             key = claim.name, found.source
             if rates.get(key) is None and key not in asked:
                 asked.add(key)
-                rates[key], damage = rate_or_damage(claim, found.source, plan.options.out)
-                if damage:
-                    queue.tell(
-                        f"{claim.name}: the search of {found.source[1]!r} in {found.source[0]!r} is open: {damage}"
-                    )
+                rates[key] = found_rate(claim, found.source, figures_so_far(plan, queue, claim, found.source))
             if rates[key] is not None:
                 yield job_of(claim, found, rates[key])
             elif not searching(queue, claim, found.source):
                 case, row = found.source
                 label = possible(claim, found)[0].label
                 queue.tell(f"{label} waits for the search of {row!r} in {case!r}, which has not ended")
+
+
+def jobs_of_search(plan: ClaimsPlan, queue: Queue, claim: Claim, place: Place) -> list[Job]:
+    """Return the runs of a search that has not ended in the records: those that it has, and those that it has still to try."""
+    figures = figures_so_far(plan, queue, claim, place)
+    return search_jobs(claim, place, sorted([*figures, *untried(claim, place, figures)]))
+
+
+def figures_so_far(plan: ClaimsPlan, queue: Queue, claim: Claim, place: Place) -> Figures:
+    """Return the figures of the rates of a search that were tried, here or in the records; say what is damaged of it."""
+    here, damage = figures_or_damage(claim, place, plan.options.out)
+    if damage:
+        queue.tell(f"{claim.name}: the search of {place[1]!r} in {place[0]!r} is open: {damage}")
+    return plan.recorded[claim.name].figures(place) | here
 
 
 def searching(queue: Queue, claim: Claim, place: Place) -> bool:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from benchmarks.claims.definition import Case, Claim, Row
-from benchmarks.claims.jobs import Place, search_jobs, searches, seed_job, source_of
+from benchmarks.claims.jobs import Place, searches, seed_job, source_of
 from benchmarks.claims.records import Records, RunRecord, SearchRecord
-from benchmarks.claims.results import search_hash
+from benchmarks.claims.search import is_current_search
 from benchmarks.claims.storage import STORAGE
 from piecework.studies.failures import DIVERGED
 
@@ -113,12 +113,12 @@ def current(claim: Claim, records: Records) -> list[RunRecord]:
 
 
 def current_searches(claim: Claim, records: Records) -> dict[Place, SearchRecord]:
-    """Return the records of the searches that the definition needs, by case and row: those with its settings and rates."""
+    """Return the records of the searches that the definition needs, by case and row: those with its settings."""
     found = {(each.case, each.row): each for each in records.searches}
     return {
         place: found[place]
         for place in searches(claim)
-        if place in found and found[place].hash == search_hash([job.hash for job in search_jobs(claim, place)])
+        if place in found and is_current_search(claim, place, found[place])
     }
 
 

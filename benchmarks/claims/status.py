@@ -7,10 +7,10 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.claims.definition import Claim, Row
-from benchmarks.claims.jobs import Job, Place, Wanted, folders, job_of, possible, search_jobs, searches, wanted
+from benchmarks.claims.jobs import Job, Wanted, folders, job_of, possible, search_jobs, searches, wanted
 from benchmarks.claims.recorded import Recorded
 from benchmarks.claims.records import DOCS
-from benchmarks.claims.results import rate_or_damage
+from benchmarks.claims.search import figures_or_damage, found_rate, untried
 from benchmarks.claims.standings import cannot_train
 from piecework.server_app.records import RunDir
 from piecework.studies.notes import Note, NoteError, State, damage_beside, state_of
@@ -78,21 +78,20 @@ class Watch:
 
     def __init__(self, claim: Claim, out: Path, records: Path) -> None:
         self.claim, self.out, self.recorded = claim, out, Recorded.of(claim, records)
-        self.searched = {place: search_jobs(claim, place) for place in searches(claim)}
-        found = {place: self._rate(place) for place in self.searched}
-        self.rates = {place: rate for place, (rate, _) in found.items()}
+        found = {place: figures_or_damage(claim, place, out) for place in searches(claim)}
         self.damage = [damage for _, damage in found.values() if damage]
+        figures = {place: self.recorded.figures(place) | here for place, (here, _) in found.items()}
+        self.rates = {place: found_rate(claim, place, known) for place, known in figures.items()}
+        self.searched = {
+            place: search_jobs(claim, place, sorted([*known, *untried(claim, place, known)]))
+            for place, known in figures.items()
+        }
         self.wanted = {want: self._jobs_of(want) for each in wanted(claim) for want in each}
         self.seen: dict[str, Seen] = {}
 
-    def _rate(self, place: Place) -> tuple[float | None, str]:
-        recorded = self.recorded.rate(place)
-        return rate_or_damage(self.claim, place, self.out) if recorded is None else (recorded, "")
-
     def state(self, job: Job) -> State:
         """Return the state of a run; one of a recorded search is recorded."""
-        recorded = self.recorded.run(job) if not job.searched else self.recorded.searches.get(job.place)
-        return state_of(job.folder(self.out)) if recorded is None else "recorded"
+        return "recorded" if self.recorded.has(job) else state_of(job.folder(self.out))
 
     def _jobs_of(self, want: Wanted) -> list[Job]:
         """Return the run, or, until its rate is known, the run with each rate that may be chosen."""
@@ -186,5 +185,5 @@ def is_idle(watch: Watch, job: Job) -> bool:
 
 
 def most_advanced(watch: Watch, jobs: Sequence[Job]) -> Job:
-    """Return the run with the most rounds."""
-    return jobs[0] if len(jobs) == 1 else max(jobs, key=lambda job: len(watch.look(job).rounds))
+    """Return the run that is recorded, or the one with the most rounds."""
+    return max(jobs, key=lambda job: (watch.recorded.has(job), len(watch.look(job).rounds)) if len(jobs) > 1 else ())

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.claims.definition import Case, Claim, Row
-from benchmarks.claims.jobs import rates_of, source_of
+from benchmarks.claims.jobs import source_of
 from benchmarks.claims.records import Records, RunRecord, SearchRecord
 from benchmarks.claims.standings import Standing, accuracy_at, current_searches, deadlines
 from benchmarks.claims.storage import STORAGE
@@ -96,12 +96,11 @@ def distance(difference: Difference) -> str:
 def rates(claim: Claim, records: Records) -> str:
     """Return the table of the recorded searches that the definition needs; empty if there is none."""
     found = current_searches(claim, records)
-    tried = sorted({value for _, row in found for value in rates_of(claim, claim.row(row))})
+    tried = sorted({value for search in found.values() for value in search.figures})
     rows = []
     for (case, row), search in found.items():
-        own = rates_of(claim, claim.row(row))
-        figures = [searched(search, value) if value in own else "" for value in tried]
-        rows.append([cell(row), cell(case), *figures, chosen(search, own), str(search.rounds)])
+        figures = [searched(search, value) if value in search.figures else "" for value in tried]
+        rows.append([cell(row), cell(case), *figures, chosen(search), str(search.rounds)])
     if not rows:
         return ""
     return table(("row", "case", *(f"{value:g}" for value in tried), "chosen", "rounds"), rows)
@@ -109,20 +108,17 @@ def rates(claim: Claim, records: Records) -> str:
 
 def searched(search: SearchRecord, value: float) -> str:
     """Return the figure of a rate."""
-    figures = {float(key): accuracy for key, accuracy in search.rates.items()}
-    if value not in figures:
-        return "missing"
-    figure = figures[value]
+    figure = search.figures[value]
     if figure is None:
         return "failed"
     return f"**{percent(figure)}**" if value == search.chosen else percent(figure)
 
 
-def chosen(search: SearchRecord, tried: Sequence[float]) -> str:
+def chosen(search: SearchRecord) -> str:
     """Return the chosen rate; one at the edge may not be the best one."""
     if search.chosen is None:
         return NONE
-    edge = {min(tried): ", the lowest", max(tried): ", the highest"}.get(search.chosen, "")
+    edge = {min(search.figures): ", the lowest", max(search.figures): ", the highest"}.get(search.chosen, "")
     return f"{search.chosen:g}{edge}"
 
 

@@ -10,8 +10,9 @@ from claims_helpers import TWO_CASES, a_claim
 
 from benchmarks.claims import jobs
 from benchmarks.claims.definition import Claim, ClaimError, names
-from benchmarks.claims.jobs import Wanted, best_rate, in_order, searches, wanted
+from benchmarks.claims.jobs import Wanted, in_order, searches, wanted
 from benchmarks.claims.records import Records, RunRecord, SearchRecord, rounded, thinned
+from benchmarks.claims.search import best_rate
 from piecework.studies.jobs import slug
 
 Make = Callable[[str], Claim]

@@ -14,7 +14,8 @@ from benchmarks.claims.collect import collect
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Wanted
 from benchmarks.claims.records import Records
-from benchmarks.claims.results import found_rate, run_record, search_record
+from benchmarks.claims.results import run_record
+from benchmarks.claims.search import found_rate, search_figures, search_record
 from piecework.client_app import disk
 from piecework.server_app.records import RunDir
 from piecework.studies.notes import Note
@@ -43,6 +44,11 @@ def search(claim: Claim, out: Path, accuracies: list[float | None], place: tuple
         note(job, job.folder(out), "" if accuracy else "nobody fits")
         if accuracy:
             finish(job.folder(out), [0.9, accuracy])
+
+
+def rate_below(claim: Claim, out: Path) -> float | None:
+    """Return the rate that the search below `out` has found."""
+    return found_rate(claim, WEAK, search_figures(claim, WEAK, out))
 
 
 def a_run(
@@ -119,20 +125,20 @@ def test_a_run_that_was_refused_before_it_began_is_a_record(claim: Claim, tmp_pa
 
 def test_a_search_ends_with_its_best_rate(claim: Claim, tmp_path: Path) -> None:
     search(claim, tmp_path, [0.5, 0.7])
-    assert (found_rate(claim, WEAK, tmp_path), search_record(claim, WEAK, tmp_path)) == (None, None)
+    assert (rate_below(claim, tmp_path), search_record(claim, WEAK, tmp_path)) == (None, None)
     search(claim, tmp_path, [0.5, 0.7, None])
     found = search_record(claim, WEAK, tmp_path)
     assert found is not None
     assert (found.rates, found.chosen, found.rounds) == ({"0.02": 0.5, "0.05": 0.7, "0.1": None}, 0.05, 3)
     assert found.seconds == 2 * (2 * 2.0 + 3)
-    assert found_rate(claim, WEAK, tmp_path) == 0.05
+    assert rate_below(claim, tmp_path) == 0.05
 
 
 def test_where_all_rates_fail_the_first_one_is_run(claim: Claim, tmp_path: Path) -> None:
     search(claim, tmp_path, [None, None, None])
     found = search_record(claim, WEAK, tmp_path)
     assert found is not None
-    assert (found.chosen, found_rate(claim, WEAK, tmp_path)) == (None, 0.02)
+    assert (found.chosen, rate_below(claim, tmp_path)) == (None, 0.02)
 
 
 def test_collected_runs_are_added_and_replaced_and_what_is_not_is_said(claim: Claim, tmp_path: Path) -> None:
@@ -183,7 +189,7 @@ def test_a_failure_that_is_no_result_is_not_collected(claim: Claim, tmp_path: Pa
     note(job, job.folder(out), "no space is left", final=False)
     note(bound, bound.folder(out), "no data set", final=False)
     found = collect(claim, out, tmp_path / "docs", said.append)
-    assert (found.runs, found.searches, found_rate(claim, WEAK, out)) == ([], [], None)
+    assert (found.runs, found.searches, rate_below(claim, out)) == ([], [], None)
     assert said == [
         "left out  tiny: weak: FeDepth: search: not all of its runs have ended",
         "left out  tiny: weak: bound: seed 1: its failure is no result (no data set); `run --retry` tries it again",
