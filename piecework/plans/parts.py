@@ -58,10 +58,10 @@ def trained_fractions(full: Blueprint, tasks: list[list[list[Any]]], *, rotates:
 
 @cache
 def fractions(full: Blueprint, parts: tuple[Part, ...]) -> Fractions:
-    """Return, for each unit of the full model, the fraction of its parameters in these parts, at most 1."""
+    """Return, for each unit of the full model, the fraction of its parameters that these parts train, at most 1."""
     sizes = {unit: layer_statistics(full, unit).parameters for unit in full.units()}
     return union(
-        {u: min(1.0, layer_statistics(part.blueprint, u).parameters / sizes[u]) for u in part.units if sizes.get(u)}
+        {u: min(1.0, layer_statistics(part.blueprint, u).parameters / sizes[u]) for u in part.learned if sizes.get(u)}
         for part in parts
     )
 

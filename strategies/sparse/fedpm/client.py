@@ -35,7 +35,8 @@ def train(task: Task, client: Client) -> Update:
     update = train_whole(task, client, piece_class=ScoredModel, carried=carried)
     rng, drawn = client.rng("mask"), dict[str, np.ndarray]()
     for name, scores in client.store.read(sorted(update.units)):
-        drawn[name] = rng.random(scores.size) < 1 / (1 + np.exp(-scores.reshape(-1).astype(np.float64)))
+        with np.errstate(over="ignore"):  # of exp, for a score so low that its probability is 0
+            drawn[name] = rng.random(scores.size) < 1 / (1 + np.exp(-scores.reshape(-1).astype(np.float64)))
     mask = np.concatenate([drawn[name] for name in sorted(drawn)])
     client.store.write_units({MASK: np.packbits(mask, bitorder="little")})
     return replace(update, units=[MASK])

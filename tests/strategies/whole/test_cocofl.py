@@ -28,13 +28,14 @@ from torch.nn import functional as F
 
 from piecework.models.cascade import unit_of
 from piecework.models.int8 import Affine, Gate, Int8Conv2d, convolve, find_pairs, fuse, quantise, spread, to_int8
+from piecework.models.layer_statistics import layer_statistics
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
 from piecework.server_app.records import RunDir
 from piecework.strategies import find_method
-from piecework.strategies.whole.cocofl.client import frozen_around
+from piecework.strategies.whole.cocofl.client import frozen_around, learned_units
 from piecework.strategies.whole.cocofl.server import ShareMean, largest_runs
 from piecework.training.loop import PieceModel
 
@@ -273,6 +274,21 @@ def test_a_plan_agrees_with_a_run(whole_run: tuple[RunDir, RecordingGrid]) -> No
     (stage,) = found["fleet"]["stages"]
     assert stage["participation"] == 1
     assert stage["peak_bytes"] == max(client["measured_peak"] for client in clients_of(whole_run[0]))
+
+
+def test_a_plan_counts_what_learns_and_not_what_is_frozen() -> None:
+    """The rich client trains all, and another one the parameters of one of the runs that fit it."""
+    settings = tiny_settings(**SMALL | {"dataset": f"npz:{few_digits()}"})
+    model = a_blueprint(batch_norm="running")
+    cut = find_method("cocofl").make_cut(model, cost_model_for(settings, model), settings)
+    sizes = {unit: layer_statistics(model, unit).parameters for unit in model.units()}
+    found = make_plan(settings, ask(settings))["trained"]["devices"]
+    assert found["rich"] == 1.0
+    for device, budget in (("some", 0.75), ("poor", 0.6)):
+        runs = cut.choices(int(budget * cut.bytes(cut.whole)))
+        shares = [sum(sizes[unit] for unit in learned_units(model, run)) / sum(sizes.values()) for run in runs]
+        assert found[device] in [pytest.approx(share) for share in shares]
+        assert max(shares) < 0.9
 
 
 def test_runs_that_fit_are_as_long_as_possible() -> None:
