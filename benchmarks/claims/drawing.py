@@ -86,6 +86,7 @@ def draw_curves(figure: Any, picture: Picture) -> None:
         for line in panel.lines:
             end = {"markevery": [-1], "markersize": 4, "gid": f"panel-{number}-{line.id}", "clip_on": False}
             axes.plot(*zip(*line.points, strict=True), **look(line), linewidth=1.3, **end)
+        axes.text(0.98, 0.02, panel.note, color=GREY, fontsize=7, ha="right", va="bottom", transform=axes.transAxes)
         if number == 0:
             axes.set_ylabel(picture.y_label)
     name_curves(axes, picture.panels[-1], (0.01 if count > 1 else 0.006, LINE / (height - 0.7)))

@@ -1,7 +1,7 @@
 """What the pictures of a claim show, as numbers: drawing.py draws them, and a test compares the drawn ones with these."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -39,7 +39,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes, from `x[0]` to `x[1]` and from `y[0]` to `y[1]`. `logarithmic` is said of x."""
+    """A pair of axes, from `x[0]` to `x[1]` and from `y[0]` to `y[1]`. `logarithmic` is said of x; `note` says what is absent."""
 
     title: str
     label: str
@@ -47,6 +47,7 @@ class Panel:
     y: Range
     logarithmic: bool
     lines: tuple[Line, ...]
+    note: str = ""
 
     def place(self, point: Point) -> Point:
         """Return where a point lies in the panel: from 0 to 1, to the right and upwards."""
@@ -158,12 +159,23 @@ def headline(claim: Claim, found: dict[str, list[Standing]]) -> list[Picture]:
         percents([100 * p[ACCURACY_AT] for p in points]),
     )
     at, label = TIME_AT[wanted.storage], f"simulated seconds, {STORAGE_NAMES[wanted.storage]}"
-    panels = [panel(there, styles, at, (title, label), y) for title, there in shown.items() if there]
+    idle = {title: absent(found[case], wanted.rows) for case, title in wanted.cases.items()}
+    panels = [
+        replace(panel(there, styles, at, (title, label), y), note=idle[title])
+        for title, there in shown.items()
+        if there
+    ]
     panels = [
         replace(each, lines=tuple(replace(line, name=wanted.rows[line.name]) for line in each.lines)) for each in panels
     ]
     title = f"Accuracy against simulated time: {claim.title}"
     return [Picture(f"{claim.name}-headline.svg", title, "curves", measure(claim), tuple(panels))]
+
+
+def absent(there: Sequence[Standing], names: Mapping[str, str]) -> str:
+    """Return which of the named rows no client can train."""
+    idle = [names[each.row.name] for each in there if each.row.name in names and each.untrainable]
+    return "\n".join(["cannot train:", *idle]) if idle else ""
 
 
 def panel(there: Sequence[Standing], styles: dict[str, int], column: int, words: tuple[str, str], y: Range) -> Panel:

@@ -12,7 +12,7 @@ from claim_helpers import claim_in, records_of, run_of
 from benchmarks.claims.definition import Claim, Headline, read
 from benchmarks.claims.drawing import draw, short, ticks
 from benchmarks.claims.pages import document, pictures, write_pages
-from benchmarks.claims.pictures import Picture, above_the_mean, apart, headline, overview
+from benchmarks.claims.pictures import Picture, above_the_mean, absent, apart, headline, overview
 from benchmarks.claims.records import DOCS, Records
 from benchmarks.claims.standings import current, standings
 
@@ -51,6 +51,8 @@ def test_the_headline_has_its_rows_alone_once_all_of_them_have_run(claim: Claim,
     alone = Headline(rows={"Alone": "nobody"}, cases={"weak": "all are weak"})
     assert headline(claim.model_copy(update={"headline": alone}), found) == []
     assert headline(claim, found) == []
+    assert absent(found["weak"], {"Pieces": "in pieces", "Alone": "the rich alone"}) == "cannot train:\nthe rich alone"
+    assert absent(found["weak"], few.rows) == panel.note == ""
 
 
 def test_labels_and_ticks() -> None:
