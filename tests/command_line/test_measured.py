@@ -43,7 +43,7 @@ def a_case(situation: Situation, name: str, *rows: dict[str, Any], ahead: str = 
 
 ROWS = (
     row("FeDepth", "fedepth", 48.0),
-    row("FedAvg, exact", "fedavg", 47.0, fit="auto"),
+    row("FedAvg, auto", "fedavg", 47.0, fit="auto"),
     row("HeteroFL", "heterofl", 40.0),
     row("FjORD", "fjord", 39.0),
     row("AllSmall", "allsmall", 30.0),
@@ -78,7 +78,7 @@ def test_the_nearest_case(poorest: float, richest: float, kept: float, name: str
 
 def test_what_is_said_of_it() -> None:
     found = evidence(WEAK, FITTED, CASES)
-    assert [each["name"] for each in found["rows"]] == ["FeDepth", "FedAvg, exact", "HeteroFL", "AllSmall", "FedAvg"]
+    assert [each["name"] for each in found["rows"]] == ["FeDepth", "FedAvg, auto", "HeteroFL", "AllSmall", "FedAvg"]
     assert [(each["behind"], each["seconds"]) for each in found["rows"][:2]] == [(0.0, 4800.0), (1.0, 4700.0)]
     assert found["case"] == {"claim": "budgets", "name": "weak", "distance": 0.0}
     assert found["text"] == (
@@ -125,6 +125,6 @@ def test_the_table_of_it() -> None:
     console = Console(file=written, width=100)
     for each in evidence_tables(evidence(WEAK, FITTED, CASES)):
         console.print(each)
-    (line,) = (each for each in written.getvalue().splitlines() if each.startswith("FedAvg, exact"))
-    assert line.split() == ["FedAvg,", "exact", "47.0%", "1.0", "1", "100%", "1", "h", "18", "min"]
+    (line,) = (each for each in written.getvalue().splitlines() if each.startswith("FedAvg, auto"))
+    assert line.split() == ["FedAvg,", "auto", "47.0%", "1.0", "1", "100%", "1", "h", "18", "min"]
     assert len(evidence_tables(evidence(replace(WEAK, adversarial=True), None, CASES))) == 1
