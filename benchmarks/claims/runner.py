@@ -110,7 +110,7 @@ def figures_so_far(plan: ClaimsPlan, queue: Queue, claim: Claim, place: Place) -
     here, damage = figures_or_damage(claim, place, plan.options.out)
     if damage:
         queue.tell(f"{claim.name}: the search of {place[1]!r} in {place[0]!r} is open: {damage}")
-    return plan.recorded[claim.name].figures(place) | here
+    return here | plan.recorded[claim.name].figures(place)
 
 
 def searching(queue: Queue, claim: Claim, place: Place) -> bool:

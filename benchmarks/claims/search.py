@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Place, rates_of, reach_of, reachable_jobs, search_jobs
-from benchmarks.claims.records import SearchRecord, rounded
+from benchmarks.claims.records import SearchRecord
 from benchmarks.claims.results import joined, on_a_core
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.studies.notes import Note, state_of
@@ -76,27 +76,26 @@ def figures_or_damage(claim: Claim, place: Place, out: Path) -> tuple[Figures, s
 
 
 def search_record(claim: Claim, place: Place, out: Path, old: SearchRecord | None = None) -> SearchRecord | None:
-    """Return the record of a search, or None until it has ended: of its runs below `out`, and of what the `old` one has more.
+    """Return the record of a search, or None until it has ended: what the `old` one has, and what was tried more below `out`.
 
+    A rate of the old one stays as it is, because on another processor the same run comes to another figure.
     Raises CheckpointError.
     """
     kept, here = {} if old is None else old.figures, search_figures(claim, place, out)
-    new = {rate: figure for rate, figure in here.items() if rate not in kept or kept[rate] != rounded(figure)}
-    if old is not None and not new:
+    if old is not None and not here.keys() - kept.keys():
         return old
-    figures = dict(sorted({**kept, **here}.items()))
+    figures = dict(sorted({**here, **kept}.items()))
     if untried(claim, place, figures):
         return None
-    before = old if kept.keys() - here.keys() else None
     jobs = search_jobs(claim, place, figures)
-    own = [job for job in jobs if job.rate in (here if before is None else new)]
+    own = [job for job in jobs if job.rate not in kept]
     notes = [note for job in own if (note := Note.read(job.folder(out))) is not None]
     seconds = [RunDir(job.folder(out)).seconds() for job in own]
     on_core = on_a_core(seconds, [note.share for note in notes])
     commits, machines = ([text for note in notes for text in getattr(note, key)] for key in ("commits", "machines"))
-    if before is not None:
-        commits, machines, seconds = [before.commit, *commits], [before.machine, *machines], [before.seconds, *seconds]
-        on_core = None if None in (on_core, before.core_seconds) else before.core_seconds + on_core
+    if old is not None:
+        commits, machines, seconds = [old.commit, *commits], [old.machine, *machines], [old.seconds, *seconds]
+        on_core = None if on_core is None or old.core_seconds is None else old.core_seconds + on_core
     return SearchRecord(
         case=place[0],
         row=place[1],

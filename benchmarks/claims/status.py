@@ -80,7 +80,7 @@ class Watch:
         self.claim, self.out, self.recorded = claim, out, Recorded.of(claim, records)
         found = {place: figures_or_damage(claim, place, out) for place in searches(claim)}
         self.damage = [damage for _, damage in found.values() if damage]
-        figures = {place: self.recorded.figures(place) | here for place, (here, _) in found.items()}
+        figures = {place: here | self.recorded.figures(place) for place, (here, _) in found.items()}
         self.rates = {place: found_rate(claim, place, known) for place, known in figures.items()}
         self.searched = {
             place: search_jobs(claim, place, sorted([*known, *untried(claim, place, known)]))

@@ -130,12 +130,18 @@ def damage_beside(folder: Path) -> str:
 
 
 def this_machine() -> str:
-    """Return the processor's model, the cores that this process may use, and the version of torch."""
-    return f"{_processor()}, {usable_cpus()} cores, torch {version('torch')}"
+    """Return the processor's model and vectors, the cores that this process may use, and the version of torch.
 
-
-def _processor() -> str:
+    With other vectors a sum has another order, and so a run another result.
+    """
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    return f"{processor(cpuinfo.read_text('utf-8') if cpuinfo.is_file() else '')}, {usable_cpus()} cores, torch {version('torch')}"
+
+
+def processor(cpuinfo: str) -> str:
+    """Return the model of a processor, and whether it has AVX-512 or AVX2, from the text of /proc/cpuinfo."""
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in cpuinfo.splitlines())}
+    flags = fields.get("flags", "").split()
+    vectors = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags), "")
+    model = fields.get("model name") or platform.processor() or platform.machine()
+    return f"{model} with {vectors}" if vectors else model

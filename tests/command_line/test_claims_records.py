@@ -18,7 +18,7 @@ from benchmarks.claims.results import run_record
 from benchmarks.claims.search import found_rate, search_figures, search_record
 from piecework.client_app import disk
 from piecework.server_app.records import RunDir
-from piecework.studies.notes import Note
+from piecework.studies.notes import Note, processor
 from piecework.studies.results import evaluations
 
 WEAK = ("weak", "FeDepth")
@@ -282,3 +282,11 @@ def test_the_command_collects(
     monkeypatch.setattr(sys, "argv", ["claims", "collect", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"no folder in it is that of a claim \(tiny\)"):
         command.main()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [("fpu avx avx2", "Zen with AVX2"), ("avx2 avx512f", "Zen with AVX-512"), ("fpu", "Zen")]
+)
+def test_a_processor_is_named_with_its_vectors(flags: str, named: str) -> None:
+    cores = [f"processor\t: {core}\nmodel name\t: Zen\nflags\t\t: {flags}\n\n" for core in range(2)]
+    assert processor("".join(cores)) == named

@@ -121,6 +121,19 @@ def test_a_recorded_search_goes_on_with_the_rates_that_it_lacks(claim: Claim, ha
     assert "0.125 |" in rates(harness.claim, found)
 
 
+def test_a_recorded_rate_stays_where_another_machine_finds_another_figure(harness: Harness, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    peak_at(harness, 0.06)
+    harness.run(only="FeDepth")
+    (found,) = collect(harness.claim, harness.out, docs, lambda _: None).searches
+    harness.out = tmp_path / "again"
+    peak_at(harness, 0.01)
+    harness.run(only="FeDepth")
+    (search,) = collect(harness.claim, harness.out, docs, lambda _: None).searches
+    assert [*search.figures] == [0.0032, 0.008, 0.02, 0.05, 0.125]
+    assert search.figures.items() >= found.figures.items()
+
+
 def test_a_search_with_a_rate_out_of_reach_is_of_another_definition(
     claim: Claim, tmp_path: Path, harness: Harness
 ) -> None:
