@@ -39,7 +39,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes, from `x[0]` to `x[1]` and from `y[0]` to `y[1]`. `logarithmic` is said of x; `note` says what is absent."""
+    """A pair of axes, from `x[0]` to `x[1]` and from `y[0]` to `y[1]`. `logarithmic` is said of x; `note`: what is absent."""
 
     title: str
     label: str

@@ -135,7 +135,8 @@ def this_machine() -> str:
     With other vectors a sum has another order, and so a run another result.
     """
     cpuinfo = Path("/proc/cpuinfo")
-    return f"{processor(cpuinfo.read_text('utf-8') if cpuinfo.is_file() else '')}, {usable_cpus()} cores, torch {version('torch')}"
+    named = processor(cpuinfo.read_text("utf-8") if cpuinfo.is_file() else "")
+    return f"{named}, {usable_cpus()} cores, torch {version('torch')}"
 
 
 def processor(cpuinfo: str) -> str:
