@@ -8,7 +8,7 @@ from claims_harness import IN_ORDER, SMALL, Harness
 from claims_helpers import a_claim, finish
 
 from benchmarks.claims.collect import collect
-from benchmarks.claims.definition import Claim
+from benchmarks.claims.definition import Claim, read
 from benchmarks.claims.jobs import rates_of, reach_of, seed_job
 from benchmarks.claims.records import Records
 from benchmarks.claims.search import found_rate, untried
@@ -144,3 +144,9 @@ def test_a_search_with_a_rate_out_of_reach_is_of_another_definition(
     (search,) = found.searches
     other = replace(found, searches=[replace(search, rates={**search.rates, "0.5": 0.9})])
     assert current_searches(claim, other) == {}
+
+
+def test_the_rates_of_fedepth_are_those_that_budgets_has_found() -> None:
+    found = {each.row: each.chosen for each in Records.read("budgets").searches if each.case == "activations, mixed"}
+    for row in read("fedepth").rows:
+        assert row.rate == found[row.name if row.name in found else "AllSmall"], row.name
