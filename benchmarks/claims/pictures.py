@@ -166,10 +166,15 @@ def headline(claim: Claim, found: dict[str, list[Standing]]) -> list[Picture]:
         if there
     ]
     panels = [
-        replace(each, lines=tuple(replace(line, name=wanted.rows[line.name]) for line in each.lines)) for each in panels
+        replace(each, lines=tuple(named(claim, wanted.rows, line) for line in each.lines)) for each in panels
     ]
     title = f"Accuracy against simulated time: {claim.title}"
     return [Picture(f"{claim.name}-headline.svg", title, "curves", measure(claim), tuple(panels))]
+
+
+def named(claim: Claim, names: Mapping[str, str], line: Line) -> Line:
+    """Return a line with its name in the headline, where only bounds are grey: an experiment there is a way to train."""
+    return replace(line, name=names[line.name], bound=claim.row(line.name).role == "bound")
 
 
 def absent(there: Sequence[Standing], names: Mapping[str, str]) -> str:
