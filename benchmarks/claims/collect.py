@@ -9,7 +9,7 @@ from benchmarks.claims.definition import Claim, ClaimError
 from benchmarks.claims.jobs import Wanted, folders, possible, reachable_jobs, searches, wanted
 from benchmarks.claims.records import Records, RunRecord, SearchRecord, written
 from benchmarks.claims.results import run_record
-from benchmarks.claims.search import best_or_first, search_record
+from benchmarks.claims.search import best_or_first, figures_of, search_record
 from benchmarks.claims.standings import current_searches
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.studies.notes import Note, NoteError, state_of
@@ -116,7 +116,7 @@ def rate_of(merge: Merge, want: Wanted) -> float | None:
     """Return the rate that the recorded search found for a run; None if there is no such search."""
     if want.source is None or (search := merge.searches.get(want.source)) is None:
         return None
-    return best_or_first(merge.claim, want.source, search.figures)
+    return best_or_first(merge.claim, want.source, figures_of(merge.claim, want.source, search))
 
 
 def add_run(merge: Merge, folder: Path) -> None:

@@ -10,7 +10,7 @@
     [search]
     rates = [0.02, 0.05, 0.1]      # of every row, unless it has its own
     fraction = 3                   # a search's run has num-rounds / fraction rounds, rounded
-    further = 2                    # while the best rate is the first or the last, the next is tried too, at most so many
+    further = 2                    # while the best rate is the lowest or the highest, the next is tried too; at most so many
     [settings]                     # of all runs, by their full keys
     "num-rounds" = 60
     [[case]]                       # what rows are repeated over

@@ -10,7 +10,7 @@ import tomli_w
 from benchmarks.claims.definition import Case, Claim, Row
 from benchmarks.claims.jobs import load, merged
 from benchmarks.claims.records import DOCS, Records
-from benchmarks.claims.standings import Standing, accuracy_at, current, deadlines, standings
+from benchmarks.claims.standings import Standing, accuracy_at, current, deadlines, longer_and_ahead, standings
 from benchmarks.claims.storage import STORAGE
 from benchmarks.claims.verdicts import difference
 from piecework.plans.measured import FILE, Situation, situate
@@ -47,6 +47,7 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
                 "situation": asdict(situation_of(claim, case)),
                 "lead": lead_of(*ran[:2]),
                 "rows": [row_of(each) for each in ran],
+                "longer": [row_of(each) for each in longer_and_ahead(claim, case, found[case.name])],
                 "idle": [each.row.name for each in there if each.untrainable],
                 "missing": [each.row.name for each in there if each.missing],
                 "times": times_of(ran),

@@ -86,7 +86,7 @@ def searches(claim: Claim, only: str = "") -> list[Place]:
 
 
 def rates_of(claim: Claim, row: Row) -> list[float]:
-    """Return the rates that are tried for a row in any case, the lowest first."""
+    """Return the rates that are tried for a row whatever they come to, the lowest first."""
     assert claim.search is not None
     return sorted(row.rates or claim.search.rates)
 

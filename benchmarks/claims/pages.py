@@ -9,7 +9,7 @@ from benchmarks.claims.drawing import draw
 from benchmarks.claims.jobs import searches
 from benchmarks.claims.pictures import Picture, case_pictures, headline, overview
 from benchmarks.claims.records import DOCS, Records
-from benchmarks.claims.standings import Standing, current, current_searches, reason_of, standings
+from benchmarks.claims.standings import Standing, current, current_searches, longer_and_ahead, reason_of, standings
 from benchmarks.claims.tables import accuracies, costs, equal_time, judgements, rates, row_settings, settings
 from benchmarks.claims.verdicts import RULE, Judgement, difference, judge
 from benchmarks.tables.shared import prose
@@ -52,7 +52,7 @@ def document(claim: Claim, records: Records, found: Found) -> str:
         f"benchmarks/claims/{claim.name}.toml. Do not edit: a test compares it. -->",
         claim.question.strip(),
         f"**What is claimed.** {claim.paper.strip()}",
-        in_short(found, judged),
+        in_short(claim, found, judged),
         *shown([*headline(claim, found), *overview(claim, found)]),
         *how_to_read(claim),
         *(block for case in claim.cases for block in of_case(claim, case, found)),
@@ -65,9 +65,11 @@ def document(claim: Claim, records: Records, found: Found) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def in_short(found: Found, judged: Sequence[Judgement]) -> str:
+def in_short(claim: Claim, found: Found, judged: Sequence[Judgement]) -> str:
     """Return the findings in a few lines: who is first in each case, how many orders hold, how many runs are missing."""
-    lines = [f"- {case}: {leader(there)}" for case, there in found.items()]
+    lines = [
+        f"- {case.name}: {leader(found[case.name])}{of_longer(claim, case, found[case.name])}" for case in claim.cases
+    ]
     if judged:
         begun = cases_begun(found)
         counts = Counter(each.verdict if each.case in begun else "later" for each in judged)
@@ -106,6 +108,12 @@ def leader(there: Sequence[Standing]) -> str:
         f"{said}; {ranked[1].row.name} is next, {behind.points:.1f} points behind with the seeds that both have "
         f"({verdict} by the rule for orders)."
     )
+
+
+def of_longer(claim: Claim, case: Case, there: Sequence[Standing]) -> str:
+    """Return which way to train is ahead of the first candidate by having more rounds; empty if none is."""
+    ahead = longer_and_ahead(claim, case, there)
+    return f" With more rounds *{ahead[0].row.name}* is ahead of it, {ahead[0].mean:.1f} %." if ahead else ""
 
 
 def how_to_read(claim: Claim) -> list[str]:
@@ -203,8 +211,8 @@ def of_rates(claim: Claim, records: Records) -> list[str]:
         prose(
             f"""Every row gets the same search: its rates with one seed, in runs with 1/{claim.search.fraction} of the rounds
             unless the definition says otherwise. The figure is the last accuracy in percent, by which the rate is chosen.
-            While the best one is the lowest or the highest that was tried, the next one is tried too, at most
-            {claim.search.further} more on each side."""
+            While the best one is the lowest or the highest that was tried, the next one is tried too, as far as the search
+            reaches. A chosen rate that is marked as the lowest or the highest is one beyond which none was tried yet."""
         ),
         *([table] if table else []),
         *(

@@ -165,9 +165,7 @@ def headline(claim: Claim, found: dict[str, list[Standing]]) -> list[Picture]:
         for title, there in shown.items()
         if there
     ]
-    panels = [
-        replace(each, lines=tuple(named(claim, wanted.rows, line) for line in each.lines)) for each in panels
-    ]
+    panels = [replace(each, lines=tuple(named(claim, wanted.rows, line) for line in each.lines)) for each in panels]
     title = f"Accuracy against simulated time: {claim.title}"
     return [Picture(f"{claim.name}-headline.svg", title, "curves", measure(claim), tuple(panels))]
 

@@ -8,29 +8,32 @@ from typing import Self
 from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Place
 from benchmarks.claims.records import DOCS, Records, RunRecord, SearchRecord
-from benchmarks.claims.search import Figures
+from benchmarks.claims.search import Figures, figures_of
 from benchmarks.claims.standings import current_searches
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The searches of the present definition by their places, and the runs by case, row, seed and hash."""
+    """The searches of the present definition and their figures by their places, and the runs by case, row, seed and hash."""
 
     searches: dict[Place, SearchRecord] = field(default_factory=dict)
+    tried: dict[Place, Figures] = field(default_factory=dict)
     runs: dict[tuple[str, str, int, str], RunRecord] = field(default_factory=dict)
 
     @classmethod
     def of(cls, claim: Claim, docs: Path = DOCS) -> Self:
         """Read the records of a claim below `docs`. Raises ClaimError."""
         records = Records.read(claim.name, docs)
+        searches = current_searches(claim, records)
         return cls(
-            current_searches(claim, records),
+            searches,
+            {place: figures_of(claim, place, record) for place, record in searches.items()},
             {(each.case, each.row, each.seed, each.hash): each for each in records.runs},
         )
 
     def figures(self, place: Place) -> Figures:
         """Return the figures of the rates that a recorded search has tried, none without a record."""
-        return {} if (search := self.searches.get(place)) is None else search.figures
+        return self.tried.get(place, {})
 
     def run(self, job: Job) -> RunRecord | None:
         """Return the record of a run with a seed, None without one."""

@@ -10,7 +10,7 @@ from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import Job, Place, Wanted, in_order, job_of, possible, search_jobs
 from benchmarks.claims.recorded import Recorded
 from benchmarks.claims.records import DOCS
-from benchmarks.claims.search import Figures, figures_or_damage, found_rate, untried
+from benchmarks.claims.search import Figures, figures_so_far, found_rate, jobs_to_run
 from piecework.server_app.records import RunDir
 from piecework.studies import queue, runner
 from piecework.studies.notes import this_machine
@@ -66,7 +66,7 @@ class ClaimsPlan:
         return to_time(self) if self.options.first else to_finish(self, queue)
 
     def is_recorded(self, job: Job) -> bool:
-        """Return whether the records have a run; with `--retry` one that failed is tried again, with `--first` one is timed."""
+        """Return whether the records have a run. A failed one is tried again with `--retry`, a search's with `--first`."""
         recorded = self.recorded[job.claim]
         if job.searched:
             return recorded.has(job) and not self.options.first
@@ -90,7 +90,7 @@ def to_finish(plan: ClaimsPlan, queue: Queue) -> Iterator[Job]:
             key = claim.name, found.source
             if rates.get(key) is None and key not in asked:
                 asked.add(key)
-                rates[key] = found_rate(claim, found.source, figures_so_far(plan, queue, claim, found.source))
+                rates[key] = found_rate(claim, found.source, figures_of(plan, queue, claim, found.source))
             if rates[key] is not None:
                 yield job_of(claim, found, rates[key])
             elif not searching(queue, claim, found.source):
@@ -101,16 +101,15 @@ def to_finish(plan: ClaimsPlan, queue: Queue) -> Iterator[Job]:
 
 def jobs_of_search(plan: ClaimsPlan, queue: Queue, claim: Claim, place: Place) -> list[Job]:
     """Return the runs of a search that has not ended in the records: those that it has, and those that it has still to try."""
-    figures = figures_so_far(plan, queue, claim, place)
-    return search_jobs(claim, place, sorted([*figures, *untried(claim, place, figures)]))
+    return jobs_to_run(claim, place, figures_of(plan, queue, claim, place))
 
 
-def figures_so_far(plan: ClaimsPlan, queue: Queue, claim: Claim, place: Place) -> Figures:
+def figures_of(plan: ClaimsPlan, queue: Queue, claim: Claim, place: Place) -> Figures:
     """Return the figures of the rates of a search that were tried, here or in the records; say what is damaged of it."""
-    here, damage = figures_or_damage(claim, place, plan.options.out)
+    figures, damage = figures_so_far(claim, place, plan.options.out, plan.recorded[claim.name].figures(place))
     if damage:
         queue.tell(f"{claim.name}: the search of {place[1]!r} in {place[0]!r} is open: {damage}")
-    return here | plan.recorded[claim.name].figures(place)
+    return figures
 
 
 def searching(queue: Queue, claim: Claim, place: Place) -> bool:
@@ -129,7 +128,7 @@ def to_time(plan: ClaimsPlan) -> Iterator[Job]:
             seen.add(key)
             timed = any(plan.recorded[claim.name].seconds_of_rounds(jobs[0].row, jobs[0].case))
             if not (timed or any(rounds_of(job, plan.options.out) >= plan.options.first for job in jobs)):
-                yield jobs[0]
+                yield jobs[len(jobs) // 2]  # the middle one of the rates
 
 
 def rounds_of(job: Job, out: Path) -> int:

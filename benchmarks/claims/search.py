@@ -5,12 +5,12 @@ beyond it is tried too (definition.Search.further), so that a row's figure is th
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from benchmarks.claims.definition import Claim
-from benchmarks.claims.jobs import Place, rates_of, reach_of, reachable_jobs, search_jobs
-from benchmarks.claims.records import SearchRecord
+from benchmarks.claims.jobs import Job, Place, rates_of, reach_of, reachable_jobs, search_jobs
+from benchmarks.claims.records import SearchRecord, rounded
 from benchmarks.claims.results import joined, on_a_core
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.studies.notes import Note, state_of
@@ -21,9 +21,9 @@ Figures = dict[float, float | None]  # the accuracy of each rate that was tried,
 
 
 def best_rate(figures: Mapping[float, float | None]) -> float | None:
-    """Return the rate with the highest accuracy, the first of equals; None if no run of the search ended with one."""
+    """Return the rate with the highest accuracy, the lowest of equals; None if no run of the search ended with one."""
     known = {rate: accuracy for rate, accuracy in figures.items() if accuracy is not None}
-    return max(known, key=lambda rate: known[rate], default=None)
+    return max(sorted(known), key=lambda rate: known[rate], default=None)
 
 
 def untried(claim: Claim, place: Place, figures: Figures) -> list[float]:
@@ -52,49 +52,71 @@ def best_or_first(claim: Claim, place: Place, figures: Figures) -> float:
     return best_rate(figures) or rates_of(claim, claim.row(place[1]))[0]
 
 
-def search_figures(claim: Claim, place: Place, out: Path) -> Figures:
-    """Return the figures of the runs of a search that have ended below `out`.
+def search_figures(claim: Claim, place: Place, out: Path, known: Collection[float] = ()) -> Figures:
+    """Return the figures of the runs of a search that have ended below `out`, with the digits that the records have.
 
-    Raises CheckpointError if the records of one of them are damaged.
+    Those with the `known` rates are not read. Raises CheckpointError if the records of one of them are damaged.
     """
     found: Figures = {}
     for job in reachable_jobs(claim, place):
+        assert job.rate is not None
         folder = job.folder(out)
-        state = state_of(folder)
-        if state in ("done", "failed"):
-            assert job.rate is not None
-            found[job.rate] = last_accuracy(folder, claim.measure) if state == "done" else None
+        if job.rate not in known and (state := state_of(folder)) in ("done", "failed"):
+            found[job.rate] = rounded(last_accuracy(folder, claim.measure)) if state == "done" else None
     return found
 
 
-def figures_or_damage(claim: Claim, place: Place, out: Path) -> tuple[Figures, str]:
-    """Return the figures of a search below `out`; none where a damage leaves its result open, and which one."""
+def figures_so_far(claim: Claim, place: Place, out: Path, recorded: Figures) -> tuple[Figures, str]:
+    """Return the figures of a search in the records and below `out`, of which the records' count; and what is damaged.
+
+    Where something is damaged of a search that has not ended in the records, only theirs are known.
+    """
+    if not untried(claim, place, recorded):
+        return recorded, ""
     try:
-        return search_figures(claim, place, out), ""
+        return recorded | search_figures(claim, place, out, completed(recorded)), ""
     except CheckpointError as error:
-        return {}, str(error)
+        return recorded, str(error)
+
+
+def completed(figures: Figures) -> Figures:
+    """Return the figures without those of runs that failed."""
+    return {rate: figure for rate, figure in figures.items() if figure is not None}
+
+
+def figures_of(claim: Claim, place: Place, record: SearchRecord | None) -> Figures:
+    """Return the figures that a record has of the rates that the definition may try; none without a record."""
+    reach = reach_of(claim, claim.row(place[1]))
+    return {} if record is None else {rate: figure for rate, figure in record.figures.items() if rate in reach}
+
+
+def jobs_to_run(claim: Claim, place: Place, figures: Figures) -> list[Job]:
+    """Return the runs of a search: those whose figures are known, and those that are still to be tried."""
+    return search_jobs(claim, place, sorted([*figures, *untried(claim, place, figures)]))
 
 
 def search_record(claim: Claim, place: Place, out: Path, old: SearchRecord | None = None) -> SearchRecord | None:
     """Return the record of a search, or None until it has ended: what the `old` one has, and what was tried more below `out`.
 
-    A rate of the old one stays as it is, because on another processor the same run comes to another figure.
-    Raises CheckpointError.
+    A figure of the old one stays as it is, because on another processor the same run comes to another one; a failure does not.
+    To search anew, remove the search's line from the records. Raises CheckpointError.
     """
-    kept, here = {} if old is None else old.figures, search_figures(claim, place, out)
-    if old is not None and not here.keys() - kept.keys():
+    kept = figures_of(claim, place, old)
+    here = search_figures(claim, place, out, completed(kept))
+    if old is not None and all(rate in kept and figure is None for rate, figure in here.items()):
         return old
-    figures = dict(sorted({**here, **kept}.items()))
+    figures = dict(sorted({**kept, **here}.items()))
     if untried(claim, place, figures):
         return None
     jobs = search_jobs(claim, place, figures)
-    own = [job for job in jobs if job.rate not in kept]
+    own = [job for job in jobs if job.rate in here]
     notes = [note for job in own if (note := Note.read(job.folder(out))) is not None]
     seconds = [RunDir(job.folder(out)).seconds() for job in own]
     on_core = on_a_core(seconds, [note.share for note in notes])
     commits, machines = ([text for note in notes for text in getattr(note, key)] for key in ("commits", "machines"))
     if old is not None:
-        commits, machines, seconds = [old.commit, *commits], [old.machine, *machines], [old.seconds, *seconds]
+        commits, machines = [*old.commit.split("; "), *commits], [*old.machine.split("; "), *machines]
+        seconds = [old.seconds, *seconds]
         on_core = None if on_core is None or old.core_seconds is None else old.core_seconds + on_core
     return SearchRecord(
         case=place[0],
@@ -117,6 +139,5 @@ def search_hash(claim: Claim, place: Place, rates: Mapping[float, float | None])
 
 
 def is_current_search(claim: Claim, place: Place, record: SearchRecord) -> bool:
-    """Return whether a search has the settings that the definition gives. Further rates may still have to be tried."""
-    rates = reach_of(claim, claim.row(place[1]))
-    return record.figures.keys() <= set(rates) and record.hash == search_hash(claim, place, record.figures)
+    """Return whether a search has the settings that the definition gives; it may have tried other rates than that would."""
+    return record.hash == search_hash(claim, place, record.figures)

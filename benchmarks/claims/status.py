@@ -7,10 +7,10 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.claims.definition import Claim, Row
-from benchmarks.claims.jobs import Job, Wanted, folders, job_of, possible, search_jobs, searches, wanted
+from benchmarks.claims.jobs import Job, Wanted, folders, job_of, possible, reachable_jobs, searches, wanted
 from benchmarks.claims.recorded import Recorded
 from benchmarks.claims.records import DOCS
-from benchmarks.claims.search import figures_or_damage, found_rate, untried
+from benchmarks.claims.search import figures_so_far, found_rate, jobs_to_run
 from benchmarks.claims.standings import cannot_train
 from piecework.server_app.records import RunDir
 from piecework.studies.notes import Note, NoteError, State, damage_beside, state_of
@@ -78,14 +78,10 @@ class Watch:
 
     def __init__(self, claim: Claim, out: Path, records: Path) -> None:
         self.claim, self.out, self.recorded = claim, out, Recorded.of(claim, records)
-        found = {place: figures_or_damage(claim, place, out) for place in searches(claim)}
+        found = {place: figures_so_far(claim, place, out, self.recorded.figures(place)) for place in searches(claim)}
         self.damage = [damage for _, damage in found.values() if damage]
-        figures = {place: here | self.recorded.figures(place) for place, (here, _) in found.items()}
-        self.rates = {place: found_rate(claim, place, known) for place, known in figures.items()}
-        self.searched = {
-            place: search_jobs(claim, place, sorted([*known, *untried(claim, place, known)]))
-            for place, known in figures.items()
-        }
+        self.rates = {place: found_rate(claim, place, figures) for place, (figures, _) in found.items()}
+        self.searched = {place: jobs_to_run(claim, place, figures) for place, (figures, _) in found.items()}
         self.wanted = {want: self._jobs_of(want) for each in wanted(claim) for want in each}
         self.seen: dict[str, Seen] = {}
 
@@ -100,7 +96,7 @@ class Watch:
 
     def known(self) -> set[str]:
         """Return the folders that runs of the definition have."""
-        jobs = [job for each in self.searched.values() for job in each]
+        jobs = [job for place in self.searched for job in reachable_jobs(self.claim, place)]
         jobs += [job for each in self.wanted.values() for job in each]
         return {str(job.folder(self.out)) for job in jobs}
 
@@ -186,4 +182,6 @@ def is_idle(watch: Watch, job: Job) -> bool:
 
 def most_advanced(watch: Watch, jobs: Sequence[Job]) -> Job:
     """Return the run that is recorded, or the one with the most rounds."""
-    return max(jobs, key=lambda job: (watch.recorded.has(job), len(watch.look(job).rounds)) if len(jobs) > 1 else ())
+    return (
+        jobs[0] if len(jobs) == 1 else max(jobs, key=lambda job: (watch.recorded.has(job), len(watch.look(job).rounds)))
+    )

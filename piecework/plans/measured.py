@@ -51,7 +51,7 @@ class Case:
 
     `lead` is that of the first row: points, seeds, and ahead, level or undecided. `times` has for each storage its bytes a
     second, the simulated seconds in which half of the rows are through, and the row that is ahead then. A row's `seconds` are
-    by storage, in which its rounds are through.
+    by storage, in which its rounds are through. `longer` are rows that are ahead of the first one by having more rounds.
     """
 
     claim: str
@@ -63,6 +63,7 @@ class Case:
     idle: tuple[str, ...]
     missing: tuple[str, ...]
     times: tuple[dict[str, Any], ...]
+    longer: tuple[dict[str, Any], ...] = ()
 
 
 @cache
@@ -79,6 +80,7 @@ def read_cases(path: Path = FILE) -> tuple[Case, ...]:
             idle=tuple(entry["idle"]),
             missing=tuple(entry["missing"]),
             times=tuple(entry["times"]),
+            longer=tuple(entry["longer"]),
         )
         for entry in read_toml(path.read_text("utf-8")).get("case", [])
     )
@@ -172,6 +174,9 @@ def who(case: Case, time: dict[str, Any], recommended: dict[str, Any] | None) ->
             f" Ahead in {format_seconds(time['seconds'])} of simulated time, when half of the systems are through: "
             f"{time['row']}."
         )
+    for row in case.longer[:1]:
+        took, other = (format_seconds(each["seconds"][time["storage"]]) for each in (row, case.rows[0]))
+        said += f" Ahead with more rounds: {row['name']}, {row['accuracy']:.1f} % in {took}; {first} took {other}."
     said += f" No client can train there: {'; '.join(case.idle)}." if case.idle else ""
     said += f" Not run there yet: {'; '.join(case.missing)}." if case.missing else ""
     if recommended is not None and not any(is_of(row, recommended) for row in case.rows):

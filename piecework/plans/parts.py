@@ -36,8 +36,9 @@ def trained_fractions(full: Blueprint, tasks: list[list[list[Any]]], *, rotates:
     """Return the fraction (0 to 1) of the full model's parameters that clients train in a round, over all stages.
 
     The result has the mean by device, the minimum, and the fraction that the fleet trains together. `tasks` are by stage, round
-    and client. With sub-models that move (`rotates`), clients reach all of a unit in time. Stand-in parameters, as of ProFL's
-    output modules, do not belong to the model.
+    and client. What a client draws anew for each round counts as far as it reaches (`Part.covered`), and with sub-models that
+    move (`rotates`), clients reach all of a unit in time. Stand-in parameters, as of ProFL's output modules, do not belong to
+    the model.
     """
     sizes = {unit: layer_statistics(full, unit).parameters for unit in full.units()}
     by_device: dict[str, list[float]] = {}
@@ -61,7 +62,7 @@ def fractions(full: Blueprint, parts: tuple[Part, ...]) -> Fractions:
     """Return, for each unit of the full model, the fraction of its parameters that these parts train, at most 1."""
     sizes = {unit: layer_statistics(full, unit).parameters for unit in full.units()}
     return union(
-        {u: min(1.0, layer_statistics(part.blueprint, u).parameters / sizes[u]) for u in part.learned if sizes.get(u)}
+        {u: min(1.0, layer_statistics(part.blueprint, u).parameters / sizes[u]) for u in part.covered if sizes.get(u)}
         for part in parts
     )
 

@@ -141,8 +141,8 @@ def this_machine() -> str:
 
 def processor(cpuinfo: str) -> str:
     """Return the model of a processor, and whether it has AVX-512 or AVX2, from the text of /proc/cpuinfo."""
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in cpuinfo.splitlines())}
-    flags = fields.get("flags", "").split()
+    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in cpuinfo.splitlines())}
+    flags = known.get("flags", "").split()
     vectors = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags), "")
-    model = fields.get("model name") or platform.processor() or platform.machine()
+    model = known.get("model name") or platform.processor() or platform.machine()
     return f"{model} with {vectors}" if vectors else model

@@ -242,7 +242,7 @@ def test_a_round_of_each_row_is_timed(harness: Harness, monkeypatch: pytest.Monk
         return started[-1]
 
     monkeypatch.setattr(queue, "spawn", spawn)
-    first, bound = IN_ORDER[0], IN_ORDER[3]
+    first, bound = IN_ORDER[1], IN_ORDER[3]
     assert harness.run(first=2) == [first, bound]
     assert [process.signals for process in started] == [[signal.SIGTERM]] * 2
     assert (

@@ -10,8 +10,17 @@ from claims_helpers import a_claim, finish
 from benchmarks.claims.collect import collect
 from benchmarks.claims.definition import Claim, read
 from benchmarks.claims.jobs import rates_of, reach_of, seed_job
-from benchmarks.claims.records import Records
-from benchmarks.claims.search import found_rate, untried
+from benchmarks.claims.records import Records, SearchRecord
+from benchmarks.claims.search import (
+    best_rate,
+    figures_of,
+    figures_so_far,
+    found_rate,
+    is_current_search,
+    search_hash,
+    search_record,
+    untried,
+)
 from benchmarks.claims.standings import current_searches
 from benchmarks.claims.status import status_of
 from benchmarks.claims.tables import rates
@@ -134,16 +143,43 @@ def test_a_recorded_rate_stays_where_another_machine_finds_another_figure(harnes
     assert search.figures.items() >= found.figures.items()
 
 
-def test_a_search_with_a_rate_out_of_reach_is_of_another_definition(
-    claim: Claim, tmp_path: Path, harness: Harness
+def test_a_rate_that_is_out_of_reach_stays_in_the_records_and_does_not_count(claim: Claim, tmp_path: Path) -> None:
+    figures = {0.02: 0.6, 0.05: 0.7, 0.125: 0.65, 0.5: 0.9}
+    rates = {str(rate): figure for rate, figure in figures.items()}
+    record = SearchRecord(*FEDEPTH, search_hash(claim, FEDEPTH, figures), "abc", "here", 2, rates, 0.5, 4.0)
+    assert is_current_search(claim, FEDEPTH, record)
+    assert figures_of(claim, FEDEPTH, record) == {0.02: 0.6, 0.05: 0.7, 0.125: 0.65}
+    assert found_rate(claim, FEDEPTH, figures_of(claim, FEDEPTH, record)) == 0.05
+    assert not is_current_search(claim, FEDEPTH, replace(record, rates={"0.02": 0.6}))
+
+
+def test_a_recorded_figure_counts_and_a_recorded_failure_is_corrected(
+    claim: Claim, harness: Harness, tmp_path: Path
 ) -> None:
-    peak_at(harness, 0.04)
+    """A run here with a rate of r has 1 - r."""
+    peak_at(harness, 0.0)
     harness.run(only="FeDepth")
-    found = collect(claim, harness.out, tmp_path / "docs", lambda _: None)
-    assert current_searches(claim, found)
-    (search,) = found.searches
-    other = replace(found, searches=[replace(search, rates={**search.rates, "0.5": 0.9})])
-    assert current_searches(claim, other) == {}
+    known = {0.02: 0.3, 0.05: None}
+    assert figures_so_far(claim, FEDEPTH, harness.out, {0.02: 0.3, 0.05: 0.4, 0.125: 0.2}) == (
+        {0.02: 0.3, 0.05: 0.4, 0.125: 0.2},
+        "",
+    )
+    assert figures_so_far(claim, FEDEPTH, harness.out, known)[0] == {
+        0.02: 0.3,
+        0.05: 0.95,
+        0.008: 0.992,
+        0.0032: 0.9968,
+    }
+    rates = {str(rate): figure for rate, figure in known.items()}
+    old = SearchRecord(*FEDEPTH, search_hash(claim, FEDEPTH, known), "x; abc", "here", 2, rates, 0.02, 4.0, 3.0)
+    found = search_record(claim, FEDEPTH, harness.out, old)
+    assert found is not None
+    assert found.figures == {0.0032: 0.9968, 0.008: 0.992, 0.02: 0.3, 0.05: 0.95}
+    assert (found.commit, found.seconds, found.core_seconds) == ("x; abc", 4 + 3 * (2 + 3), None)
+
+
+def test_of_equal_rates_the_lowest_is_the_best() -> None:
+    assert best_rate({0.125: 0.5, 0.05: 0.5, 0.02: None}) == 0.05
 
 
 def test_the_rates_of_fedepth_are_those_that_budgets_has_found() -> None:

@@ -128,3 +128,12 @@ def test_the_table_of_it() -> None:
     (line,) = (each for each in written.getvalue().splitlines() if each.startswith("FedAvg, auto"))
     assert line.split() == ["FedAvg,", "auto", "47.0%", "1.0", "1", "100%", "1", "h", "18", "min"]
     assert len(evidence_tables(evidence(replace(WEAK, adversarial=True), None, CASES))) == 1
+
+
+def test_a_row_that_is_ahead_with_more_rounds_is_said() -> None:
+    longer = {**row("AllSmall, 9 times", "allsmall", 60.0), "seconds": {"sd": 459.0, "nvme": 440.0}}
+    said = evidence(WEAK, FITTED, [replace(CASES[0], longer=(longer,))])["text"]
+    assert "Ahead with more rounds: AllSmall, 9 times, 60.0 % in 7 min 39 s; FeDepth took 1 h 20 min." in said
+    assert "Ahead with more rounds" not in evidence(WEAK, FITTED, CASES)["text"]
+    (mixed,) = (case for case in read_cases() if (case.claim, case.name) == ("budgets", "activations, mixed"))
+    assert mixed.longer[0]["accuracy"] > mixed.rows[0]["accuracy"]
