@@ -90,7 +90,7 @@ def to_finish(plan: ClaimsPlan, queue: Queue) -> Iterator[Job]:
             key = claim.name, found.source
             if rates.get(key) is None and key not in asked:
                 asked.add(key)
-                rates[key] = found_rate(claim, found.source, figures_of(plan, queue, claim, found.source))
+                rates[key] = found_rate(claim, found.source, known_figures(plan, queue, claim, found.source))
             if rates[key] is not None:
                 yield job_of(claim, found, rates[key])
             elif not searching(queue, claim, found.source):
@@ -101,10 +101,10 @@ def to_finish(plan: ClaimsPlan, queue: Queue) -> Iterator[Job]:
 
 def jobs_of_search(plan: ClaimsPlan, queue: Queue, claim: Claim, place: Place) -> list[Job]:
     """Return the runs of a search that has not ended in the records: those that it has, and those that it has still to try."""
-    return jobs_to_run(claim, place, figures_of(plan, queue, claim, place))
+    return jobs_to_run(claim, place, known_figures(plan, queue, claim, place))
 
 
-def figures_of(plan: ClaimsPlan, queue: Queue, claim: Claim, place: Place) -> Figures:
+def known_figures(plan: ClaimsPlan, queue: Queue, claim: Claim, place: Place) -> Figures:
     """Return the figures of the rates of a search that were tried, here or in the records; say what is damaged of it."""
     figures, damage = figures_so_far(claim, place, plan.options.out, plan.recorded[claim.name].figures(place))
     if damage:
@@ -119,7 +119,7 @@ def searching(queue: Queue, claim: Claim, place: Place) -> bool:
 
 
 def to_time(plan: ClaimsPlan) -> Iterator[Job]:
-    """Yield one run of each row in each case, if none has `Options.first` rounds yet: the first, with any rate."""
+    """Yield one run of each row in each case, if none has `Options.first` rounds yet: with the middle one of its rates."""
     seen: set[tuple[str, Place]] = set()
     for claim, found in in_order(plan.claims, plan.options.only):
         jobs = possible(claim, found) if isinstance(found, Wanted) else search_jobs(claim, found)
