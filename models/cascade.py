@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from piecework.models.frozen_norm import FrozenBatchNorm2d
+from piecework.models.narrow_convolution import leave_out_unread
 
 Shape = tuple[int, ...]
 # Of an auxiliary head with the pooling `auto`: a linear classifier on fewer features is too weak.
@@ -40,7 +41,7 @@ class Atom:
     before: Shape | None = None
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, because equal factories cannot be recognised
+@dataclass(frozen=True)  # equal if its factories are the same objects, which `build_blueprint` and `vary` see to
 class Blueprint:
     """How to build a cascade, atom by atom."""
 
@@ -78,6 +79,9 @@ class Blueprint:
 
     def build_unit(self, unit: str) -> nn.Module:
         """Build the module of a unit: `atoms.<i>`, `head`, or a head after atom i, `exits.<i>` or `aux.<i>`."""
+        return leave_out_unread(self._build(unit))
+
+    def _build(self, unit: str) -> nn.Module:
         kind, _, index = unit.partition(".")
         if kind == "head":
             return self.build_head()

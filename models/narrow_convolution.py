@@ -16,20 +16,25 @@ ENOUGH = 8  # channels: the values in a register of AVX2
 
 
 def convolve_strided(stride: tuple[int, ...], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the 1x1 convolution of x[B, C, H, W] with a stride."""
+    """Return the 1x1 convolution of x[B, C, H, W] with a stride.
+
+    The weights decide how, not the layer: they may be the first channels of it, or those that pruning has left.
+    """
+    if not 1 < weight.shape[1] < ENOUGH:
+        return F.conv2d(x, weight, bias, stride)
     read = x[:, :, :: stride[0], :: stride[1]].contiguous(memory_format=torch.channels_last)
     return F.conv2d(read, weight, bias)
 
 
 def leave_out_unread(module: nn.Module) -> nn.Module:
-    """Have the strided 1x1 convolutions of a few channels in a module read their pixels first. Returns the module."""
+    """Have the strided 1x1 convolutions of a module read their pixels first if they have few channels. Returns the module."""
     for layer in module.modules():
-        if isinstance(layer, nn.Conv2d) and is_narrow_and_strided(layer):
+        if isinstance(layer, nn.Conv2d) and is_pointwise_and_strided(layer):
             layer._conv_forward = partial(convolve_strided, layer.stride)  # type: ignore[method-assign]
     return module
 
 
-def is_narrow_and_strided(layer: nn.Conv2d) -> bool:
-    """Return whether torch may not be asked for a layer as it is."""
+def is_pointwise_and_strided(layer: nn.Conv2d) -> bool:
+    """Return whether torch may not be asked for a layer as it is if it has a few channels."""
     plain = layer.groups == 1 and set(layer.kernel_size) == {1} and layer.padding in ((0, 0), "valid")
-    return plain and max(layer.stride) > 1 and 1 < layer.in_channels < ENOUGH
+    return plain and max(layer.stride) > 1

@@ -7,7 +7,7 @@ ones.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated
 
 import torch
@@ -95,7 +95,8 @@ def with_nested_norms(model: Blueprint, ratio: float, nets: Mapping[float, Bluep
     return replace(model, atoms=atoms, build_head=partial(_build, model.build_head, ratio, found.get("head", {})))
 
 
-def norm_channels(model: Blueprint, unit: str) -> dict[str, int]:
+@lru_cache(maxsize=4096)
+def norm_channels(model: Blueprint, unit: str) -> Mapping[str, int]:
     """Return the channels of a unit's batch norms by path."""
     with torch.device("meta"):
         layers = model.build_unit(unit).named_modules()

@@ -5,6 +5,7 @@ the same network from it with `vary`. What only one method changes is a `Change`
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, InstanceOf, TypeAdapter
@@ -70,6 +71,7 @@ for kind in (AuxiliaryPooling, BasicLayers, DualNorms, Exits, LowRank, Masks, Mi
     register_change(kind)
 
 
+@lru_cache(maxsize=256)  # the same object each time: what is kept of a network is found again
 def vary(model: Blueprint, variant: Variant) -> Blueprint:
     """Return the network of a variant, or `model` itself without changes. Raises ValueError for an impossible change."""
     found = model

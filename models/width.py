@@ -5,6 +5,7 @@ draw for every client and round (`draw_channels`). Channels that a residual sum 
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -97,7 +98,8 @@ def require_narrower(full: Blueprint, narrow: Mapping[float, Blueprint]) -> None
         )
 
 
-def shapes(blueprint: Blueprint) -> dict[str, Shape]:
+@lru_cache(maxsize=256)
+def shapes(blueprint: Blueprint) -> Mapping[str, Shape]:
     """Return the shapes of a model's arrays by name."""
     with torch.device("meta"):
         modules = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}

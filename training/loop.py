@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from piecework.models.cascade import Blueprint, fit_features, isolate_rng, run_atoms, unset_weights
-from piecework.models.narrow_convolution import leave_out_unread
 from piecework.models.recompute import recompute
 from piecework.models.recompute_cheap import recompute_cheaply
 from piecework.models.static_norms import count_first_alike
@@ -258,7 +257,7 @@ def channels_last(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-    return leave_out_unread(module)
+    return module
 
 
 def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: MakeLoss) -> tuple[Loss, SGD]:

@@ -1,6 +1,5 @@
 """Micro-batches and recomputation: the gradients of the plain step, and the bytes that were traced."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from zoo_helpers import NARROW, ONE_A_FAMILY, SHALLOW, blueprint_of, examples_fo
 
 from piecework.device_profiles.memory import StepCost
 from piecework.models.cascade import Blueprint, isolate_rng
-from piecework.models.narrow_convolution import leave_out_unread
 from piecework.planning.step_cost import fake_load, piece_cost
 from piecework.training.attacks import Attack, Loss, micro_batches
 from piecework.training.loop import LocalTrainer, PieceModel, adversary, single_loss, start, train_step
@@ -35,11 +33,6 @@ class Gradients(SGD):
 
 class Piece(PieceModel):
     optimiser = Gradients
-
-
-def narrow(blueprint: Blueprint) -> Callable[[str], nn.Module]:
-    """Build units that any CPU can train."""
-    return lambda unit: leave_out_unread(blueprint.build_unit(unit))
 
 
 def segments(blueprint: Blueprint, size: int = 2) -> tuple[tuple[int, int], ...]:
@@ -63,7 +56,7 @@ def step_of(
     """
     with isolate_rng(7):
         dtype = torch.float64 if double else torch.float32
-        load = (lambda unit: blueprint.build_unit(unit).double()) if double else narrow(blueprint)
+        load = (lambda unit: blueprint.build_unit(unit).double()) if double else blueprint.build_unit
         pieces: list[PieceModel] = [Piece(blueprint, range(len(blueprint.atoms)), "head", load)]
         loss, optimiser = start(pieces, training_config, in_double if double else single_loss)
         examples = examples_for(blueprint, 0, BATCH)

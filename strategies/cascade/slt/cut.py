@@ -4,7 +4,7 @@ A layer is an atom, with the atoms without arrays behind it. In step n, W_1 .. W
 client trains as many as it can (the poorest one: W_K_T alone) and the head behind them, narrowed to the fraction s_n.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Self
@@ -29,7 +29,7 @@ def indices_of(full: Blueprint, narrow: Blueprint) -> dict[str, Indices]:
     return {name: _first(name, axes, whole, shape) for name, shape in shapes(narrow).items()}
 
 
-def _first(name: str, axes: object, whole: dict[str, Shape], shape: Shape) -> Indices:
+def _first(name: str, axes: object, whole: Mapping[str, Shape], shape: Shape) -> Indices:
     # Each array for itself: behind full layers, channels that belong together are not cut alike.
     return sub_indices({name: axes[name]}, {name: whole[name]}, {name: shape}, take_first)[name]  # type: ignore[index]
 

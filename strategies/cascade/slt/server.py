@@ -119,7 +119,7 @@ class SLT(StagedMethod):
     def __init__(self, cut: SLTCut) -> None:
         super().__init__(cut)
         self._places: dict[Step, dict[str, Indices]] = {}  # for the present cut
-        self._full: dict[str, Shape] = {}
+        self._full: Mapping[str, Shape] = {}
 
     def begin(self, fleet: ClientResources) -> None:
         """Choose the steps for the poorest client and divide the rounds, once a run. Raises ValueError if it cannot."""

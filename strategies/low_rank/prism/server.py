@@ -149,7 +149,7 @@ class PriSM(HeteroFL):
     @cached_property
     def full(self) -> dict[str, Shape]:
         """The shapes of the arrays of the model with all kernels, and of their momentum, by name."""
-        found = shapes(self.whole)
+        found = dict(shapes(self.whole))
         return found | {MOMENTUM + name: found[name] for name in self.carried}
 
     @cached_property

@@ -9,14 +9,14 @@ Batch norms use the statistics of the batch, which differ between the nets, and 
 FjORD (`fjord.norms`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -56,11 +56,7 @@ class NestedLoss:
 
     def __init__(self, piece: PieceModel, widths: Sequence[Blueprint], *, distil: bool, level: int = 0) -> None:
         self.piece, self.distil, self.level = piece, distil, level
-        axes = channel_axes(piece.blueprint) if widths else {}
-        full = shapes(piece.blueprint)
-        self.nets = [(w, sub_indices(axes, full, shapes(w), take_first)) for w in widths]
-        with torch.device("meta"):
-            self.modules = [{unit: w.build_unit(unit) for unit in w.units()} for w in widths]
+        self.nets = [(within_piece(piece.blueprint, w), empty_units(w)) for w in widths]
 
     def __call__(self, z: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a batch."""
@@ -74,13 +70,26 @@ class NestedLoss:
 
     def narrow(self, z: Tensor) -> Tensor:
         """Return logits[B, classes] of the net, which uses parts of the piece's parameters."""
-        indices, modules = self.nets[self.level - 1][1], self.modules[self.level - 1]
+        indices, modules = self.nets[self.level - 1]
         for unit, module in self.piece.units().items():
             modules[unit].train(module.training)
             whole = dict(module.named_parameters())
             own = {name: part(whole[name], indices[f"{unit}.{name}"]) for name, _ in modules[unit].named_parameters()}
             z = functional_call(modules[unit], own, (z,))
         return z
+
+
+@lru_cache(maxsize=256)
+def within_piece(piece: Blueprint, narrow: Blueprint) -> Mapping[str, Indices]:
+    """Return the indices of a narrower net's arrays in those of a piece, by name."""
+    return sub_indices(channel_axes(piece), shapes(piece), shapes(narrow), take_first)
+
+
+@lru_cache(maxsize=64)
+def empty_units(blueprint: Blueprint) -> Mapping[str, nn.Module]:
+    """Return the units of a net without values, which all losses of a process lend their own for a batch."""
+    with torch.device("meta"):
+        return {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
 
 
 def part(whole: Tensor, indices: Indices) -> Tensor:
@@ -95,6 +104,8 @@ def part(whole: Tensor, indices: Indices) -> Tensor:
 @cache
 def nested_loss(widths: tuple[Blueprint, ...], distil: bool, level: int = 0) -> MakeLoss:
     """Return the loss of a piece and the nets within it, which starts with net number `level`."""
+    for width in widths:
+        empty_units(width)  # building them takes longer within a trace, which would follow it
 
     def make(pieces: list[PieceModel]) -> Loss:
         (piece,) = pieces

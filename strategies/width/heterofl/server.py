@@ -109,7 +109,7 @@ class HeteroFLCut(Cut):
         require_parts(self.blueprint, dict(zip(self.ratios, self.models, strict=True)))
 
     @cached_property
-    def shapes(self) -> list[dict[str, Shape]]:
+    def shapes(self) -> list[Mapping[str, Shape]]:
         """The shapes of each sub-model's arrays, by name."""
         return [shapes(model) for model in self.models]
 
@@ -229,7 +229,7 @@ class HeteroFL(Method):
         return channel_axes(self.cut.model)
 
     @cached_property
-    def full(self) -> dict[str, Shape]:
+    def full(self) -> Mapping[str, Shape]:
         """The shapes of the full model's arrays, by name."""
         return shapes(self.cut.model)
 
