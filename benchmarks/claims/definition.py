@@ -4,7 +4,7 @@
     question = "..."               # what the claim asks
     paper = "..."                  # what the paper or others say
     gap = "..."                    # how the setting differs from the paper's
-    seeds = [1, 2, 3]              # of all rows, unless a row has its own
+    seeds = [1, 2, 3]              # of all rows in all cases, unless the case or the row has its own
     measure = "accuracy"           # or "adversarial_accuracy": by what rows are ordered
     last = 3                       # evaluations whose mean counts
     [search]
@@ -17,6 +17,8 @@
     name = "weak"
     settings = { model = "preresnet20", fleet = "fleets/weak.toml" }  # beside the definition, or a shipped fleet
     rates-from = "other case"      # optional: each row uses the rate that was found for it in that case
+    seeds = [1, 2, 3]              # optional: of all rows there, unless a row has its own
+    search-rounds = 13             # optional: of a search's runs there, instead of that fraction
     [[row]]
     name = "FeDepth"
     settings = { strategy = "fedepth" }
@@ -94,10 +96,12 @@ class Case(_Table):
     name: Name
     settings: Given = {}
     rates_from: str = ""
+    seeds: Seeds = ()
+    search_rounds: Annotated[int, Field(ge=1)] | None = None
 
 
 class Row(_Table):
-    """A system with its settings. `cases` is empty for all, `seeds` and `rates` for those of the claim."""
+    """A system with its settings. `cases` is empty for all, `rates` for those of the claim, `seeds` for those of the case."""
 
     name: Name
     settings: Given = {}
@@ -170,9 +174,9 @@ class Claim(_Table):
         """Return the cases in which a row is run, in the claim's order."""
         return [case for case in self.cases if not row.cases or case.name in row.cases]
 
-    def seeds_of(self, row: Row) -> tuple[int, ...]:
-        """Return the seeds of a row."""
-        return row.seeds or self.seeds
+    def seeds_of(self, case: Case, row: Row) -> tuple[int, ...]:
+        """Return the seeds of a row in a case."""
+        return row.seeds or case.seeds or self.seeds
 
 
 def names(folder: Path = FOLDER) -> list[str]:
@@ -235,6 +239,9 @@ def _check(claim: Claim) -> None:
     for case in claim.cases:
         where = f"{claim.path}: case {case.name!r}"
         _require_allowed(case.settings, claim, where)
+        _require_unique(case.seeds, where)
+        if case.search_rounds is not None and claim.search is None:
+            raise ClaimError(f"{where} has search-rounds = {case.search_rounds}, but the claim has no [search]")
         if case.rates_from:
             _require_source(case, claim.case(case.rates_from), claim, where)
     _require_allowed(claim.settings, claim, f"{claim.path}: settings")
@@ -270,8 +277,7 @@ def _check_row(claim: Claim, row: Row) -> None:
     _require_allowed(row.search, claim, f"{where}: search")
     for name in (*row.cases, *row.paper):
         _named(claim.cases, name, f"{where}: case")
-    if len(set(row.seeds)) < len(row.seeds):
-        raise ClaimError(f"{where}: seeds = {list(row.seeds)}: each must be unique")
+    _require_unique(row.seeds, where)
     given = [key for key in ("rate", "rates", "rates-from") if getattr(row, key.replace("-", "_"))]
     if len(given) > 1:
         raise ClaimError(f"{where} has {' and '.join(given)}: give one of them")
@@ -281,6 +287,11 @@ def _check_row(claim: Claim, row: Row) -> None:
         _require_several(row.rates, where)
     if row.rates_from:
         _require_source(row, claim.row(row.rates_from), claim, where)
+
+
+def _require_unique(seeds: Sequence[int], where: str) -> None:
+    if len(set(seeds)) < len(seeds):
+        raise ClaimError(f"{where}: seeds = {list(seeds)}: each must be unique")
 
 
 def _require_source(entry: Any, source: Any, claim: Claim, where: str) -> None:
@@ -316,5 +327,4 @@ def _each_once(claim: Claim) -> None:
                     f"{claim.path}: {kind} {entry.name!r} and {kind} {other!r} would both write to the folder {slug(other)!r}: "
                     "rename one of them"
                 )
-    if len(set(claim.seeds)) < len(claim.seeds):
-        raise ClaimError(f"{claim.path}: seeds = {list(claim.seeds)}: each must be unique")
+    _require_unique(claim.seeds, str(claim.path))

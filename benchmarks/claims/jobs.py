@@ -111,9 +111,9 @@ def search_jobs(claim: Claim, place: Place, rates: Collection[float] | None = No
     given = merged(claim, case, row) | row.search
     rounds = int(given.get(ROUNDS, Settings().num_rounds))
     if ROUNDS not in row.search:
-        given[ROUNDS] = max(1, round(rounds / claim.search.fraction))
+        given[ROUNDS] = case.search_rounds or max(1, round(rounds / claim.search.fraction))
     given.pop(AUTOATTACK, None)
-    seed = claim.seeds_of(row)[0]
+    seed = claim.seeds_of(case, row)[0]
     return [
         Job(claim.name, case.name, row.name, True, seed, rate, given | {SEED: seed, RATE: rate})
         for rate in (rates_of(claim, row) if rates is None else rates)
@@ -159,11 +159,13 @@ def wanted(claim: Claim, only: str = "") -> list[list[Wanted]]:
     rows = [row for row in claim.rows if only in ("", row.name)]
     return [
         [
-            Wanted(case.name, row.name, claim.seeds_of(row)[number], source_of(claim, case, row))
+            Wanted(case.name, row.name, claim.seeds_of(case, row)[number], source_of(claim, case, row))
             for case, row in claim.places()
-            if row in rows and number < len(claim.seeds_of(row))
+            if row in rows and number < len(claim.seeds_of(case, row))
         ]
-        for number in range(max((len(claim.seeds_of(row)) for row in rows), default=0))
+        for number in range(
+            max((len(claim.seeds_of(case, row)) for case, row in claim.places() if row in rows), default=0)
+        )
     ]
 
 
@@ -219,7 +221,7 @@ def require_runnable(claim: Claim) -> None:
                 f"{where}: its rate is searched with the row {source[1]!r}, which has no case {source[0]!r}"
             )
         try:
-            jobs = possible(claim, Wanted(case.name, row.name, claim.seeds_of(row)[0], source))
+            jobs = possible(claim, Wanted(case.name, row.name, claim.seeds_of(case, row)[0], source))
             jobs += search_jobs(claim, source) if source == (case.name, row.name) else []
             for job in jobs:
                 _require_valid(job.settings)

@@ -103,7 +103,7 @@ def standings_in(claim: Claim, case: Case, runs: Sequence[RunRecord]) -> list[St
         completed = tuple(run for run in own if run.status == "completed" and run.mean_last is not None and run.ok)
         failed = tuple(run for run in own if run not in completed)
         known = {run.seed for run in own}
-        found.append(Standing(row, completed, failed, tuple(n for n in claim.seeds_of(row) if n not in known)))
+        found.append(Standing(row, completed, failed, tuple(n for n in claim.seeds_of(case, row) if n not in known)))
     return sorted(found, key=lambda each: (each.mean is None, -(each.mean or 0), not each.failed))
 
 
@@ -130,7 +130,7 @@ def is_current(claim: Claim, run: RunRecord) -> bool:
     case, row = places[run.case, run.row]
     searched = source_of(claim, case, row) is not None
     job = seed_job(claim, case, row, run.seed, run.rate if searched else None)
-    return run.seed in claim.seeds_of(row) and run.hash == job.hash
+    return run.seed in claim.seeds_of(case, row) and run.hash == job.hash
 
 
 def deadlines(found: Iterable[Standing], storage: str) -> list[float]:

@@ -29,7 +29,7 @@ def accuracies(claim: Claim, case: Case, there: Sequence[Standing]) -> str:
         "models: mean": [percent(each.average(lambda run: (run.models or {}).get("mean"))) for each in there],
         "models: worst": [percent(each.average(lambda run: (run.models or {}).get("worst"))) for each in there],
         "density": [percent(each.average(lambda run: run.density)) for each in there],
-        "seeds": [f"{len(each.runs)} of {len(claim.seeds_of(each.row))}" for each in there],
+        "seeds": [f"{len(each.runs)} of {len(claim.seeds_of(case, each.row))}" for each in there],
         "rate": [rate(claim, case, each) for each in there],
         "participation": [percent(each.average(lambda run: run.participation)) for each in there],
     }

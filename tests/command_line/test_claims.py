@@ -42,6 +42,40 @@ def test_seeds_are_taken_in_turn_and_searches_come_first(make: Make) -> None:
     assert [found for _, found in in_order([apart])][:9] == [weak, ("weak", "ProFL"), *first[:3], *own]
 
 
+def test_a_case_may_have_seeds_of_its_own(make: Make) -> None:
+    """Those of a row come first, then those of the case, then those of the claim."""
+    claim = make(TWO_CASES.replace('rates-from = "weak"\n', 'rates-from = "weak"\nseeds = [4, 5, 6]\n'))
+    places = {(case.name, row.name): claim.seeds_of(case, row) for case, row in claim.places()}
+    assert places["weak", "FeDepth"] == (1, 2)
+    assert places["skew", "FeDepth"] == places["skew", "m-FeDepth"] == (4, 5, 6)
+    assert places["weak", "bound"] == places["skew", "bound"] == (1,)
+    assert [[want.seed for want in each if want.case == "skew"] for each in wanted(claim)] == [
+        [4, 1, 4],
+        [5, 5],
+        [6, 6],
+    ]
+    assert [job.seed for job in jobs.search_jobs(claim, ("skew", "m-FeDepth"))] == [4, 4, 4]
+
+
+def test_a_case_may_have_longer_or_shorter_searches(make: Make) -> None:
+    claim = make(TWO_CASES.replace('"iid" }\n', '"iid" }\nsearch-rounds = 5\n'))
+    assert {job.settings["num-rounds"] for job in jobs.search_jobs(claim, ("weak", "FeDepth"))} == {5}
+    searched = "[search]\nrates = [0.02, 0.05, 0.1]\nfurther = 0\n"
+    with pytest.raises(ClaimError, match=r"case 'weak' has search-rounds = 5, but the claim has no \[search\]"):
+        make(TWO_CASES.replace('"iid" }\n', '"iid" }\nsearch-rounds = 5\n').replace(searched, ""))
+
+
+@pytest.mark.parametrize("where", ["case 'skew'", "row 'bound'", ""])
+def test_a_seed_that_stands_twice_is_refused(make: Make, where: str) -> None:
+    text = {
+        "case 'skew'": TWO_CASES.replace('rates-from = "weak"\n', 'rates-from = "weak"\nseeds = [4, 4]\n'),
+        "row 'bound'": TWO_CASES.replace("seeds = [1]\n", "seeds = [4, 4]\n"),
+        "": TWO_CASES.replace("seeds = [1, 2]\n", "seeds = [4, 4]\n"),
+    }
+    with pytest.raises(ClaimError, match=rf"{where}: seeds = \[4, 4\]: each must be unique"):
+        make(text[where])
+
+
 def test_claims_take_turns_seed_by_seed(make: Make) -> None:
     one, other = make(TWO_CASES), make(TWO_CASES).model_copy(update={"name": "other"})
     order = [(claim.name, getattr(found, "seed", 0)) for claim, found in in_order([one, other], "FeDepth")]
