@@ -61,6 +61,10 @@ class Blueprint:
     uncut: str = ""  # why a torch module is one atom, if it is
     stored_shape: Shape = ()  # of an image on disk, if images are resized to `input_shape` when they are read
 
+    def __hash__(self) -> int:
+        """Hash what always can be: a factory may be any callable."""
+        return hash((self.name, self.input_shape, self.num_classes, self.width, len(self.atoms)))
+
     @property
     def reads(self) -> str:
         """`images`, `tokens` or `feature vectors`."""

@@ -71,9 +71,13 @@ for kind in (AuxiliaryPooling, BasicLayers, DualNorms, Exits, LowRank, Masks, Mi
     register_change(kind)
 
 
-@lru_cache(maxsize=256)  # the same object each time: what is kept of a network is found again
 def vary(model: Blueprint, variant: Variant) -> Blueprint:
     """Return the network of a variant, or `model` itself without changes. Raises ValueError for an impossible change."""
+    return model if variant == Variant() else _varied(model, variant)
+
+
+@lru_cache(maxsize=256)  # the same object each time: what is kept of a network is found again
+def _varied(model: Blueprint, variant: Variant) -> Blueprint:
     found = model
     if variant.architecture or variant.width != 1:
         found = rebuild(model, variant)

@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import dataclass, make_dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 from helpers import a_blueprint
+from torch import nn
 
 from piecework.models.basic_layers import BasicLayers
 from piecework.models.cascade import Blueprint
@@ -70,6 +72,26 @@ def test_values_and_network(variant: Variant, arrays: dict[str, tuple[int, ...] 
     found = shapes(vary(model, variant))
     assert found == shapes(vary(model, Variant.from_values(as_json(variant))))
     assert {name: found.get(name) for name in arrays} == arrays
+
+
+def test_a_network_is_made_once() -> None:
+    """Blueprints are equal if their factories are the same objects, whatever these are."""
+    one, other = a_blueprint(), a_blueprint()
+    assert one == other
+    narrow = Variant(width=0.5)
+    assert vary(one, narrow) is vary(other, narrow)
+    assert vary(one, narrow) != one
+    apart = replace(one, build_head=partial(one.build_head))
+    assert apart != one
+    assert vary(apart, replace(narrow, statistics=True)) is not vary(one, replace(narrow, statistics=True))
+
+    @dataclass
+    class Head:
+        def __call__(self) -> nn.Module:
+            return one.build_head()
+
+    assert Head.__hash__ is None
+    assert vary(replace(one, build_head=Head()), narrow).width == 0.5
 
 
 def test_nothing_to_do_gives_the_very_same_model() -> None:
