@@ -49,7 +49,7 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
                 "rows": [row_of(each) for each in ran],
                 "longer": [row_of(each) for each in longer_and_ahead(claim, case, found[case.name])],
                 "idle": [each.row.name for each in there if each.untrainable],
-                "missing": [each.row.name for each in there if each.missing],
+                "missing": [each.row.name for each in there if not each.recorded],
                 "times": times_of(ran),
             }
 
