@@ -41,7 +41,7 @@ class Atom:
     before: Shape | None = None
 
 
-@dataclass(frozen=True)  # equal if its factories are the same objects, which `build_blueprint` and `vary` see to
+@dataclass(frozen=True, eq=False)  # compared by identity, because equal factories cannot be recognised
 class Blueprint:
     """How to build a cascade, atom by atom."""
 
@@ -60,10 +60,6 @@ class Blueprint:
     auxiliary_pool: str = "authors"  # the pooling before an `auxiliary_head`
     uncut: str = ""  # why a torch module is one atom, if it is
     stored_shape: Shape = ()  # of an image on disk, if images are resized to `input_shape` when they are read
-
-    def __hash__(self) -> int:
-        """Hash what always can be: a factory may be any callable."""
-        return hash((self.name, self.input_shape, self.num_classes, self.width, len(self.atoms)))
 
     @property
     def reads(self) -> str:

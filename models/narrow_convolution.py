@@ -22,7 +22,9 @@ def convolve_strided(stride: tuple[int, ...], x: Tensor, weight: Tensor, bias: T
     """
     if not 1 < weight.shape[1] < ENOUGH:
         return F.conv2d(x, weight, bias, stride)
-    read = x[:, :, :: stride[0], :: stride[1]].contiguous(memory_format=torch.channels_last)
+    read = x[..., :: stride[0], :: stride[1]]
+    if x.dim() == 4:
+        read = read.contiguous(memory_format=torch.channels_last)
     return F.conv2d(read, weight, bias)
 
 

@@ -21,6 +21,7 @@ from piecework.models.cascade import Blueprint, Cascade, isolate_rng
 from piecework.models.depth_exits import ExitCascade
 from piecework.models.dual_norm import begin_adversarial, use
 from piecework.models.model_file import ModelFileError, description, find_file, require_loadable, require_sound
+from piecework.models.narrow_convolution import leave_out_unread
 from piecework.models.resizing import resize
 from piecework.models.variant import Variant, vary
 from piecework.models.zoo import build_blueprint
@@ -213,6 +214,7 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
     for parameter in network.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    leave_out_unread(network)
     begin_adversarial([network])
     use([network], adversarial=described.get("evaluation_branch") == "adversarial")
     if model.depends_on_batch:

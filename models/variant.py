@@ -25,7 +25,7 @@ from piecework.models.nested_norms import NestedNorms
 from piecework.models.static_norms import with_statistics
 from piecework.models.supermask import Supermask
 from piecework.models.wide_prefix import WidePrefix
-from piecework.models.zoo import build_blueprint, known_models, model_options
+from piecework.models.zoo import build_blueprint, known_models, model_options, stored_as
 
 Kind = TypeVar("Kind", bound=Change)
 SHARED = ("architecture", "width", "rounding", "statistics")
@@ -109,4 +109,4 @@ def rebuild(model: Blueprint, variant: Variant) -> Blueprint:
             initialisation=model.initialisation,
             **options,
         )
-    return replace(found, stored_shape=model.stored_shape)
+    return stored_as(found, model.stored_shape)

@@ -85,14 +85,21 @@ def build_blueprint(
             f"model {name!r} is a {type(built).__name__}, not a cascade: its function has to return a Blueprint with atoms in "
             "order and a head"
         )
-    return replace(
-        built,
-        width=width,
-        batch_norm=batch_norm,
-        zoo_name=name,
-        options=tuple(options.items()),
-        initialisation=initialisation,
-    )
+    return _named(built, name, width, batch_norm, tuple(options.items()), initialisation)
+
+
+@lru_cache(maxsize=256)  # the same object each time: what is kept of a model is found again
+def _named(
+    built: Blueprint, name: str, width: float, batch_norm: str, options: tuple[tuple[str, str | int], ...], initial: str
+) -> Blueprint:
+    """Return a model with the arguments by which it is built again."""
+    return replace(built, width=width, batch_norm=batch_norm, zoo_name=name, options=options, initialisation=initial)
+
+
+@lru_cache(maxsize=256)
+def stored_as(blueprint: Blueprint, shape: Shape) -> Blueprint:
+    """Return a model for images that have this shape on disk, () if it is the shape that the model reads."""
+    return blueprint if blueprint.stored_shape == shape else replace(blueprint, stored_shape=shape)
 
 
 @lru_cache(maxsize=256)

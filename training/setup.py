@@ -26,7 +26,7 @@ from piecework.federated_data.own_data import Expected, adopt
 from piecework.federated_data.partition import partition_rows
 from piecework.federated_data.personal import client_test_rows
 from piecework.models.cascade import Blueprint, Shape
-from piecework.models.zoo import build_blueprint
+from piecework.models.zoo import build_blueprint, stored_as
 from piecework.training.attacks import Attack
 from piecework.training.randomness import generator
 from piecework.training.settings import Scalar, Settings
@@ -256,7 +256,7 @@ def blueprint_of_shape(settings: Settings, stored_shape: Shape, num_classes: int
         initialisation=settings.training.initialisation,
         **settings.architecture.parse_options(),
     )
-    return blueprint if input_shape == stored_shape else replace(blueprint, stored_shape=stored_shape)
+    return blueprint if input_shape == stored_shape else stored_as(blueprint, stored_shape)
 
 
 def training_config_for(settings: Settings, lr: float) -> TrainingConfig:

@@ -63,6 +63,14 @@ def test_the_file_is_what_the_records_give() -> None:
     assert "ExclusiveFL" in weak.idle  # no device holds a quarter of a step
 
 
+def test_what_was_run_is_not_said_to_be_missing() -> None:
+    """Also where some seeds of a row are: a row is run, cannot train, or is missing."""
+    for case in read_cases():
+        ran = {each["name"] for each in case.rows}
+        assert ran
+        assert not set(case.missing) & (ran | set(case.idle)), case.name
+
+
 @pytest.mark.parametrize(
     ("poorest", "richest", "kept", "name"),
     [(0.25, 0.3, 0.2, "weak"), (0.25, 0.7, 0.2, "mixed"), (0.2, 0.6, 0.9, "weak"), (1.0, 1.0, 0.0, "mixed")],

@@ -62,6 +62,25 @@ def test_other_layers_stay_as_they_are(layer: nn.Conv2d, pointwise: bool) -> Non
     assert ("_conv_forward" in leave_out_unread(layer).__dict__) == pointwise
 
 
+class Standardised(nn.Conv2d):
+    """A convolution of one's own, whose weights are ones."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, torch.ones_like(weight), bias)
+
+
+def test_a_convolution_of_ones_own_keeps_its_forward() -> None:
+    layer = leave_out_unread(Standardised(4, 2, 1, stride=2, bias=False))
+    assert torch.equal(layer(torch.ones(1, 4, 3, 3)), torch.full((1, 2, 2, 2), 4.0))
+
+
+def test_it_takes_one_image_without_a_batch() -> None:
+    layer = nn.Conv2d(4, 2, 1, stride=2)
+    x = torch.randn(4, 5, 5)
+    expected = layer(x)
+    torch.testing.assert_close(leave_out_unread(layer)(x), expected)
+
+
 class Gradients(TorchDispatchMode):
     """Counts the gradients of convolutions, and keeps the channels of those that torch may not be asked for."""
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import piecework
 from piecework.models.init_weights import read_pretrained
 from piecework.models.model_file import ModelFileError, description
+from piecework.models.narrow_convolution import is_pointwise_and_strided
 from piecework.models.trained_model import TrainedModel
 from piecework.server_app.records import RunDir
 from piecework.training.attacks import pgd
@@ -154,6 +155,21 @@ def test_a_run_outlives_its_data(tmp_path: Path) -> None:
     run = run_local(tmp_path, strategy="fedavg", **TRIO | {"dataset": f"npz:{file}"})
     file.unlink()
     assert piecework.load(run.path).predict(data.test_inputs[:5]).classes.shape == (5,)
+
+
+def test_a_narrow_residual_model_can_be_trained_further(tmp_path: Path) -> None:
+    """On some CPUs, torch would damage memory in the gradients of its shortcuts of 4 channels."""
+    changes: dict[str, Any] = {"model": "preresnet20", "architecture__width": 0.25, "num_rounds": 1}
+    model = piecework.load(run_local(tmp_path, strategy="fedavg", **TRIO | changes).path)
+    shortcuts = [
+        each for each in model.modules() if isinstance(each, torch.nn.Conv2d) and is_pointwise_and_strided(each)
+    ]
+    assert [each.in_channels for each in shortcuts] == [4, 8]
+    assert all("_conv_forward" in each.__dict__ for each in shortcuts)
+    model.network.train()
+    for _ in range(20):
+        model(torch.rand(4, 1, 8, 8)).sum().backward()
+    assert all(bool(each.weight.grad.isfinite().all()) for each in shortcuts if each.weight.grad is not None)
 
 
 def test_floats_of_ones_own_keep_their_scale(tmp_path: Path) -> None:

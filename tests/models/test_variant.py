@@ -2,12 +2,10 @@
 
 import json
 from dataclasses import dataclass, make_dataclass, replace
-from functools import partial
 from typing import Any
 
 import pytest
 from helpers import a_blueprint
-from torch import nn
 
 from piecework.models.basic_layers import BasicLayers
 from piecework.models.cascade import Blueprint
@@ -17,11 +15,12 @@ from piecework.models.dual_norm import DualNorms
 from piecework.models.low_rank import LowRank
 from piecework.models.masked import Masks
 from piecework.models.mix import Mix
+from piecework.models.nested_norms import NestedNorms
 from piecework.models.supermask import Supermask
 from piecework.models.variant import Variant, register_change, vary
 from piecework.models.width import shapes
 from piecework.models.work_item import WorkItem
-from piecework.models.zoo import build_blueprint
+from piecework.models.zoo import build_blueprint, stored_as
 from piecework.strategies.cascade.fedepth.mutual import Mutual
 
 BLOCKS = ((0, 1), (2, 3), (4,))
@@ -75,23 +74,17 @@ def test_values_and_network(variant: Variant, arrays: dict[str, tuple[int, ...] 
 
 
 def test_a_network_is_made_once() -> None:
-    """Blueprints are equal if their factories are the same objects, whatever these are."""
-    one, other = a_blueprint(), a_blueprint()
-    assert one == other
-    narrow = Variant(width=0.5)
+    """Caches know blueprints by identity: what a run asks for again and again is the same object."""
+    narrow = Variant(width=0.5, changes=(NestedNorms((0.5, 0.25)),))
+    one, other = a_blueprint(batch_norm="batch"), a_blueprint(batch_norm="batch")
+    assert one is other
+    assert one is not a_blueprint(batch_norm="running")
     assert vary(one, narrow) is vary(other, narrow)
-    assert vary(one, narrow) != one
-    apart = replace(one, build_head=partial(one.build_head))
-    assert apart != one
-    assert vary(apart, replace(narrow, statistics=True)) is not vary(one, replace(narrow, statistics=True))
-
-    @dataclass
-    class Head:
-        def __call__(self) -> nn.Module:
-            return one.build_head()
-
-    assert Head.__hash__ is None
-    assert vary(replace(one, build_head=Head()), narrow).width == 0.5
+    assert vary(one, narrow) is not vary(one, Variant(width=0.5))
+    stored = stored_as(one, (1, 16, 16))
+    assert stored is stored_as(other, (1, 16, 16))
+    assert vary(stored, narrow).stored_shape == (1, 16, 16)
+    assert vary(replace(one, build_head=one.build_head), narrow) is not vary(one, narrow)
 
 
 def test_nothing_to_do_gives_the_very_same_model() -> None:

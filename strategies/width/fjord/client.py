@@ -11,7 +11,7 @@ FjORD (`fjord.norms`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -101,7 +101,7 @@ def part(whole: Tensor, indices: Indices) -> Tensor:
     return whole
 
 
-@cache
+@lru_cache(maxsize=256)
 def nested_loss(widths: tuple[Blueprint, ...], distil: bool, level: int = 0) -> MakeLoss:
     """Return the loss of a piece and the nets within it, which starts with net number `level`."""
     for width in widths:
