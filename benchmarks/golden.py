@@ -8,7 +8,7 @@ train with two workers, and two are interrupted and resumed. Recorded are the di
 records, accuracy and loss of each round, bytes of evaluation, and for each client status, peaks and bytes, FLOPs and simulated
 seconds. `check` prints each figure that differs and then exits with 1. A run that ends in an error is recorded by the error's
 type, whatever its message. Digests depend on the machine and on the build of torch, so record on the machine that checks. Both
-commands use two processes of one thread each, for about four minutes.
+commands use two processes of one thread each, for about four minutes, or twenty where no part was traced before.
 """
 
 import argparse

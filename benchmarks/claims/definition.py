@@ -240,8 +240,6 @@ def _check(claim: Claim) -> None:
         where = f"{claim.path}: case {case.name!r}"
         _require_allowed(case.settings, claim, where)
         _require_unique(case.seeds, where)
-        if case.search_rounds is not None and claim.search is None:
-            raise ClaimError(f"{where} has search-rounds = {case.search_rounds}, but the claim has no [search]")
         if case.rates_from:
             _require_source(case, claim.case(case.rates_from), claim, where)
     _require_allowed(claim.settings, claim, f"{claim.path}: settings")

@@ -213,6 +213,11 @@ def load(name: str, folder: Path = FOLDER) -> Claim:
 
 def require_runnable(claim: Claim) -> None:
     """Raise ClaimError, which names the file, the case and the row, if Piecework refuses or does not use settings."""
+    searched = {case for case, _ in searches(claim)}
+    if unused := [case for case in claim.cases if case.search_rounds is not None and case.name not in searched]:
+        raise ClaimError(
+            f"{claim.path}: case {unused[0].name!r}: search-rounds = {unused[0].search_rounds}: no rate is searched there"
+        )
     for case, row in claim.places():
         where = f"{claim.path}: row {row.name!r}: case {case.name!r}"
         source = source_of(claim, case, row)
