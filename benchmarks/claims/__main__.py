@@ -1,19 +1,19 @@
 """Run what claims of papers need, say what is missing of it, and write down what came out.
 
-    python -m benchmarks.claims run [NAME] [--jobs 2] [--hours 8] [--only FeDepth] [--retry] [--out runs/claims]
+    python -m benchmarks.claims run [NAME] [--jobs 2] [--hours 8] [--only ROW] [--case CASE] [--retry] [--out DIR]
     python -m benchmarks.claims run [NAME] [--first 2]
     python -m benchmarks.claims status [NAME] [--json] [--out runs/claims]
     python -m benchmarks.claims collect FOLDER
     python -m benchmarks.claims table [NAME]
 
-A claim is a file NAME.toml in benchmarks/claims/ (definition.py shows one); without NAME all of them are meant, in the order of
-their names. `run` starts what is missing as ordinary runs, one seed of every row before the second of any, and goes on with
-what was interrupted; what docs/claims has already is not run again. With `--first 2` it starts one run of each row in each case
-and stops it after two rounds, so that `status` can say how many hours of a core are left, on a busy machine too. `--hours 8`
-stops the running ones too. A run that failed is tried again only with `--retry`. Its failure is a result if the run itself says
-that nobody can train, or that it diverged; any other one, such as a full disk, leaves its search open, and after three of these
-in a row nothing more is started. `collect` merges the finished runs of a folder that `run` wrote to into docs/claims/NAME.json,
-and `table` writes the pages from these records.
+A claim is a file NAME.toml in benchmarks/claims/ (definition.py shows one); without NAME all of them are meant, in the order
+of their names. `run` starts what is missing as ordinary runs, one seed of every row before the second of any, and goes on with
+what was interrupted; what docs/claims has already is not run again. With `--first 2` it starts one run of each row in each
+case and stops it after two rounds, so that `status` can say how many hours of a core are left, on a busy machine too. `--hours
+8` stops the running ones too. `--only FeDepth` and `--case "parameters, mixed"` run a part. A run that failed is tried again
+only with `--retry`. Its failure is a result if the run itself says that nobody can train, or that it diverged; any other one,
+such as a full disk, leaves its search open, and after three of these in a row nothing more is started. `collect` merges the
+finished runs of a folder that `run` wrote to into docs/claims/NAME.json, and `table` writes the pages from these records.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.claims.collect import collect
 from benchmarks.claims.definition import Claim, ClaimError, names
-from benchmarks.claims.jobs import load, require_rows
+from benchmarks.claims.jobs import load, require_named
 from benchmarks.claims.records import DOCS
 from benchmarks.claims.runner import ROOT, Options, run
 from benchmarks.claims.status import STATES, ClaimStatus, RowStatus, status_of
@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     of_run = commands.add_parser("run", help="start what is missing")
     of_run.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at once, each on one thread")
     of_run.add_argument("--only", default="", metavar="ROW", help="the runs of this row")
+    of_run.add_argument("--case", default="", metavar="CASE", help="the runs of this case, and the searches they need")
     of_run.add_argument("--hours", type=hours, default=math.inf, metavar="H", help="stop after this time")
     of_run.add_argument("--first", type=positive, default=0, metavar="R", help="time a run of each row by R rounds")
     of_run.add_argument("--retry", action="store_true", help="try again what has failed")
@@ -127,11 +128,11 @@ def say(text: str) -> None:
 
 def do_run(claims: list[Claim], asked: argparse.Namespace) -> None:
     """Start what is missing; exit code 1 if a run failed."""
-    require_rows(claims, asked.only)
+    require_named(claims, asked.only, asked.case)
     data_dir = str(Path(asked.data_dir).resolve()) if asked.data_dir else ""
     out = require_folder(asked.out, "--out")
     os.environ["OMP_NUM_THREADS"] = "1"  # of each run
-    options = Options(out, asked.jobs, asked.only, asked.hours, asked.first, asked.retry, data_dir)
+    options = Options(out, asked.jobs, asked.only, asked.case, asked.hours, asked.first, asked.retry, data_dir)
     if failed := run(claims, options, say):
         sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
 

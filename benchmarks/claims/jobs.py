@@ -79,9 +79,9 @@ def source_of(claim: Claim, case: Case, row: Row) -> Place | None:
     return case.rates_from or case.name, row.rates_from or row.name
 
 
-def searches(claim: Claim, only: str = "") -> list[Place]:
-    """List the searches that the rows need, or that the row `only` needs, case by case."""
-    needed = {source_of(claim, case, row) for case, row in claim.places() if only in ("", row.name)}
+def searches(claim: Claim) -> list[Place]:
+    """List the searches that the rows need, case by case."""
+    needed = {source_of(claim, case, row) for case, row in claim.places()}
     return [(case.name, row.name) for case in claim.cases for row in claim.rows if (case.name, row.name) in needed]
 
 
@@ -154,27 +154,29 @@ class Wanted:
     source: Place | None
 
 
-def wanted(claim: Claim, only: str = "") -> list[list[Wanted]]:
-    """List the runs by the position of their seed: the first seed of every row, the second of every row that has one, ..."""
-    rows = [row for row in claim.rows if only in ("", row.name)]
+def wanted(claim: Claim, of_row: str = "", of_case: str = "") -> list[list[Wanted]]:
+    """List the runs by the position of their seed: the first seed of every row, the second of every row that has one, ...
+
+    They are those of the row `of_row` and the case `of_case`, where these are given.
+    """
+    places = [(case, row) for case, row in claim.places() if of_row in ("", row.name) and of_case in ("", case.name)]
     return [
         [
             Wanted(case.name, row.name, claim.seeds_of(case, row)[number], source_of(claim, case, row))
-            for case, row in claim.places()
-            if row in rows and number < len(claim.seeds_of(case, row))
+            for case, row in places
+            if number < len(claim.seeds_of(case, row))
         ]
-        for number in range(
-            max((len(claim.seeds_of(case, row)) for case, row in claim.places() if row in rows), default=0)
-        )
+        for number in range(max((len(claim.seeds_of(case, row)) for case, row in places), default=0))
     ]
 
 
-def in_order(claims: Sequence[Claim], only: str = "") -> Iterator[tuple[Claim, Place | Wanted]]:
+def in_order(claims: Sequence[Claim], of_row: str = "", of_case: str = "") -> Iterator[tuple[Claim, Place | Wanted]]:
     """Yield searches and runs in the order in which they are started: claim by claim, one seed of all before the next.
 
-    The first runs of a case come after the searches that they need, and before the next case.
+    The first runs of a case come after the searches that they need, and before the next case. `of_row` and `of_case` are
+    those of `wanted`; a search that they need may be of another row or case.
     """
-    passes = [(claim, wanted(claim, only)) for claim in claims]
+    passes = [(claim, wanted(claim, of_row, of_case)) for claim in claims]
     for number in range(max((len(rounds) for _, rounds in passes), default=0)):
         for claim, rounds in passes:
             if number < len(rounds):
@@ -245,8 +247,18 @@ def _require_valid(given: Mapping[str, Scalar]) -> None:
         )
 
 
-def require_rows(claims: Collection[Claim], only: str) -> None:
-    """Raise ClaimError if no claim has the row `only`."""
-    if only and not any(row.name == only for claim in claims for row in claim.rows):
-        known = dict.fromkeys(row.name for claim in claims for row in claim.rows)
-        raise ClaimError(f"--only {only}: no row has this name; there are {', '.join(known)}")
+def require_named(claims: Collection[Claim], of_row: str, of_case: str) -> None:
+    """Raise ClaimError if no claim has the row `of_row`, if none has the case `of_case`, or if no run is of both."""
+    places = [(row.name, case.name) for claim in claims for case, row in claim.places()]
+    for option, name, known in (
+        ("--only", of_row, dict.fromkeys(row for row, _ in places)),
+        ("--case", of_case, dict.fromkeys(case for _, case in places)),
+    ):
+        if name and name not in known:
+            what = "row" if option == "--only" else "case"
+            raise ClaimError(f"{option} {name}: no {what} has this name; there are {', '.join(map(repr, known))}")
+    if of_row and of_case and (of_row, of_case) not in places:
+        cases = ", ".join(repr(case) for row, case in places if row == of_row)
+        raise ClaimError(
+            f"--only {of_row} --case {of_case}: the row {of_row!r} is not run in this case, but in {cases}"
+        )

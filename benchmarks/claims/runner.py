@@ -27,6 +27,7 @@ class Options:
     out: Path
     jobs: int = 1
     only: str = ""
+    case: str = ""
     hours: float = math.inf
     first: int = 0
     retry: bool = False
@@ -77,7 +78,7 @@ class ClaimsPlan:
 def to_finish(plan: ClaimsPlan, queue: Queue) -> Iterator[Job]:
     """Yield every run of the claims whose rate is known, in order."""
     rates, asked = plan.rates, set[tuple[str, Place]]()
-    for claim, found in in_order(plan.claims, plan.options.only):
+    for claim, found in in_order(plan.claims, plan.options.only, plan.options.case):
         recorded = plan.recorded[claim.name]
         if not isinstance(found, Wanted):
             if (rate := found_rate(claim, found, recorded.figures(found))) is None:
@@ -121,7 +122,7 @@ def searching(queue: Queue, claim: Claim, place: Place) -> bool:
 def to_time(plan: ClaimsPlan) -> Iterator[Job]:
     """Yield one run of each row in each case, if none has `Options.first` rounds yet: with the middle one of its rates."""
     seen: set[tuple[str, Place]] = set()
-    for claim, found in in_order(plan.claims, plan.options.only):
+    for claim, found in in_order(plan.claims, plan.options.only, plan.options.case):
         jobs = possible(claim, found) if isinstance(found, Wanted) else search_jobs(claim, found)
         key = claim.name, jobs[0].place
         if key not in seen:

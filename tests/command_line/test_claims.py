@@ -82,6 +82,18 @@ def test_claims_take_turns_seed_by_seed(make: Make) -> None:
     assert order == [*once, ("tiny", 2), ("tiny", 2), ("other", 2), ("other", 2)]
 
 
+def test_the_runs_of_one_case(make: Make) -> None:
+    """The search that they need is of another case."""
+    claim, weak, skew = make(TWO_CASES), ("weak", "FeDepth"), ("skew", "FeDepth")
+    assert [found for _, found in in_order([claim], "FeDepth", "skew")] == [
+        weak,
+        Wanted(*skew, 1, weak),
+        Wanted(*skew, 2, weak),
+    ]
+    assert {want.case for each in wanted(claim, of_case="skew") for want in each} == {"skew"}
+    assert wanted(claim, "m-FeDepth", "weak") == []
+
+
 def test_the_runs_of_a_search(make: Make) -> None:
     claim = make(TWO_CASES)
     depth, profl = (jobs.search_jobs(claim, place) for place in searches(claim))
@@ -190,8 +202,14 @@ def test_a_claim_that_is_not_there(tmp_path: Path) -> None:
     a_claim(tmp_path, TWO_CASES)
     with pytest.raises(ClaimError, match="there is no claim 'tinny'; the claims are tiny"):
         jobs.load("tinny", tmp_path)
-    with pytest.raises(ClaimError, match="--only FedAvg: no row has this name; there are FeDepth, bound"):
-        jobs.require_rows([jobs.load("tiny", tmp_path)], "FedAvg")
+    claims = [jobs.load("tiny", tmp_path)]
+    with pytest.raises(ClaimError, match="--only FedAvg: no row has this name; there are 'FeDepth', 'bound'"):
+        jobs.require_named(claims, "FedAvg", "")
+    with pytest.raises(ClaimError, match=r"--case iid: no case has this name; there are 'weak', 'skew'$"):
+        jobs.require_named(claims, "", "iid")
+    with pytest.raises(ClaimError, match=r"--only m-FeDepth --case weak: .* is not run in this case, but in 'skew'$"):
+        jobs.require_named(claims, "m-FeDepth", "weak")
+    jobs.require_named(claims, "m-FeDepth", "skew")
 
 
 @pytest.mark.parametrize("name", names())
