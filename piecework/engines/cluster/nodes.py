@@ -27,6 +27,7 @@ from piecework.training.setup import prepare_dataset
 STEP = 2**26  # bytes by which reservations grow
 RESERVE_SECONDS = 0.1
 PATIENCE_SECONDS = 60.0  # until a node that has not started a worker is not waited for any more
+RESUMED_SECONDS = 600.0  # the same in a run that goes on, because a node may hold states of its clients
 MOST_STARTS = 3  # of workers that die before they could train, one after another
 LOG = logging.getLogger("piecework")
 WORKER: Any = ray.remote(Worker)
@@ -67,6 +68,7 @@ class Nodes:
         self._all: dict[str, Mapping[str, Any]] = {}
         self.refresh()
         self._first, self._begun = {*self.known}, time.monotonic()
+        self._given_up: set[str] = set()
 
     def refresh(self) -> None:
         """Start workers on nodes that came, and forget nodes that went."""
@@ -94,10 +96,29 @@ class Nodes:
         """How many workers there are."""
         return len(self._actors)
 
+    def unheard(self, asked: Callable[[str], bool]) -> list[str]:
+        """Return the nodes that were there at first, are still, and were not `asked` yet: they have started no worker."""
+        return sorted(name for name in self._first & self.known.keys() if not asked(name))
+
     def all_came(self, asked: Callable[[str], bool]) -> bool:
-        """Whether all nodes that were there at first were `asked`, or are gone, or take too long to start a worker."""
-        late = time.monotonic() > self._begun + PATIENCE_SECONDS
-        return late or all(asked(name) for name in self._first & self.known.keys())
+        """Whether no node is `unheard`, or the others take too long to start a worker, which is told."""
+        patience = RESUMED_SECONDS if self.resumed else PATIENCE_SECONDS
+        missing = self.unheard(asked)
+        if missing and time.monotonic() <= self._begun + patience:
+            return False
+        for name in {*missing} - self._given_up:
+            LOG.warning(
+                "node %s of the Ray cluster has started no worker in %g s: the run goes on without it until it has",
+                self.address(name),
+                patience,
+            )
+        self._given_up.update(missing)
+        return True
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run goes on, so that nodes may hold states of its clients."""
+        return bool(self._settings.resume_from)
 
     def address(self, name: str) -> str:
         """Return a node's host, for the user."""
