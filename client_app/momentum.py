@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 from piecework.client_app.client import Client
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint, unit_of
 from piecework.models.low_rank import Pair
 from piecework.training.loop import PieceModel
@@ -28,7 +29,7 @@ OWN = "momentum"  # the folder in a client's state
 
 def averaged_names(blueprint: Blueprint) -> list[str]:
     """Return the names of a sub-model's parameters whose momentum the server averages: factors and batch norms."""
-    with torch.device("meta"):
+    with without_data():
         units = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
     return [name for unit, module in units.items() for name in _averaged_names(unit, module)]
 

@@ -6,7 +6,7 @@ models are in planning/paper_memory.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,9 +36,17 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
     def __init__(self, allowed: int | None = None, where: str = "this task", device: str = "cpu") -> None:
         super().__init__()
         self.allowed, self.where, self.device = allowed, where, device
+        self._on_cpu = device == "cpu"
         self.live = self.peak = 0
+        self.elsewhere: Container[int] = ()
         self._sizes: dict[int, int] = {}
         self._watched: dict[int, weakref.KeyedRef[int, Any]] = {}
+
+    def restart(self) -> None:
+        """Forget everything, and count fake tensors of a CPU from now on."""
+        self.device, self.live, self.peak, self.elsewhere = "cpu", 0, 0, ()
+        self._sizes.clear()
+        self._watched.clear()
 
     def count(self, value: object) -> None:
         """Count the storage of a tensor if it is on the device and not counted yet."""
@@ -50,7 +58,7 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
-            if tensor.device.type != self.device:
+            if tensor.device.type != self.device or key in self.elsewhere:
                 return
             self._watched[key] = weakref.KeyedRef(storage, self._forget, key)  # a `finalize` takes three times as long
         elif known >= size:
@@ -87,7 +95,7 @@ class PeakMemory(Mode):  # type: ignore[no-untyped-call]
             self._count(result)
         else:
             self._count_all((result,))
-        if self.device == "cpu" and (workspace := WORKSPACE.get(func)) is not None:
+        if self._on_cpu and (workspace := WORKSPACE.get(func)) is not None:
             self._reach(self.live + workspace(args))
         return result
 
@@ -124,19 +132,29 @@ class StepCost:
 
 
 def trace(work: Callable[[], object], memory: PeakMemory | None = None, flops: "FlopCount | None" = None) -> StepCost:
-    """Run `work` on fake tensors and return its cost without allocating its memory. It must create everything it uses.
+    """Run `work` without its memory and return its cost. It must create everything it uses, and may be run twice.
 
+    It runs on tensors without data (meta_steps.py), or where these are no stand-in for a CPU's, on torch's fake tensors.
     A `memory` or `flops` lets `work` read what is counted meanwhile. Only servers use this function: fake tensors import
     torch's compiler, which would cost a device memory and time.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from piecework.device_profiles.cpu_results import AsOnTheCPU
+    from piecework.device_profiles.meta_steps import OnMeta
 
     memory, flops = memory or PeakMemory(), flops or FlopCount()
-    fake = FakeTensorMode(allow_fallback_kernels=False)
-    with torch.random.fork_rng(devices=[]), fake, AsOnTheCPU(), memory, flops:
-        work()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            on_meta = OnMeta()
+            memory.device, memory.elsewhere = "meta", on_meta.nowhere
+            with on_meta, memory, flops:
+                work()
+        except Exception:  # an UnsuitedError, or an error of the step itself, which is raised again
+            memory.restart()
+            flops.total = 0
+            with FakeTensorMode(allow_fallback_kernels=False), AsOnTheCPU(), memory, flops:
+                work()
     return StepCost(memory.peak, flops.total)
 
 

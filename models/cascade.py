@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.frozen_norm import FrozenBatchNorm2d
 from piecework.models.narrow_convolution import leave_out_unread
 
@@ -136,7 +137,7 @@ def outputs(head: nn.Module) -> int:
 
 def num_logits(blueprint: Blueprint) -> int:
     """Return the number of logits of the model: one per class, or a single one for two classes."""
-    with torch.device("meta"):
+    with without_data():
         return outputs(blueprint.build_head())
 
 
@@ -328,7 +329,7 @@ def unit_of(name: str) -> str:
 
 def parameter_names(blueprint: Blueprint, unit: str) -> list[str]:
     """List the global names of a unit's parameters in order, without its buffers."""
-    with torch.device("meta"):
+    with without_data():
         return [f"{unit}.{name}" for name, _ in blueprint.build_unit(unit).named_parameters()]
 
 
@@ -336,11 +337,11 @@ def is_bare(blueprint: Blueprint, unit: str) -> bool:
     """Return whether a unit of the model has neither parameters nor buffers, as an atom that only pools or flattens."""
     if unit not in blueprint.units():
         return False
-    with torch.device("meta"):
+    with without_data():
         return not blueprint.build_unit(unit).state_dict()
 
 
 def has_statistics(blueprint: Blueprint, unit: str) -> bool:
     """Return whether a unit has batch norms with running statistics."""
-    with torch.device("meta"):
+    with without_data():
         return any(name.endswith("running_mean") for name, _ in blueprint.build_unit(unit).named_buffers())

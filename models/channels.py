@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint, Shape
 
 
@@ -273,7 +274,7 @@ def channel_axes(blueprint: Blueprint, units: tuple[str, ...] = ()) -> Mapping[s
     tokens = torch.int64 if blueprint.vocabulary else torch.float32
     follow, modules = _Follower(), dict[str, torch.nn.Module]()
     # Without the caller's modes: where a step is traced, the cost must not depend on whether the axes were known before.
-    with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
+    with _disable_current_modes(), torch.no_grad(), without_data():
         features = [torch.zeros(2, *blueprint.input_shape, dtype=tokens)]
         for unit in [*blueprint.units(), *units]:
             modules[unit] = blueprint.build_unit(unit).eval()
@@ -309,7 +310,7 @@ def input_channels(
     `without_identities`, what passes an `nn.Identity` is not followed. Raises ValueError for an unsupported layer.
     """
     follow = _Follower()
-    with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
+    with _disable_current_modes(), torch.no_grad(), without_data():
         unit = build().eval()
         for path, layer in list(unit.named_modules()) if without_identities else ():
             if path and type(layer) is torch.nn.Identity:

@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import Axes, Axis, channel_axes
 from piecework.models.masked import Masked, Silent, masked_layers
@@ -48,7 +49,7 @@ def layout(blueprint: Blueprint, masked_blueprint: Blueprint) -> Layout:
     """Return the layout of a model, given with and without masks. Raises ValueError if its channels cannot be followed."""
     axes, makers, logits = channel_axes(blueprint), dict[int, int](), 0
     for unit in masked_blueprint.units():
-        with torch.device("meta"):
+        with without_data():
             module = masked_blueprint.build_unit(unit)
         for path, layer in module.named_modules():
             if isinstance(layer, Silent):

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint, isolate_rng, parameter_names
 from piecework.models.imported.source import is_imported, own_name
 from piecework.models.model_file import ModelFileError, require_sound
@@ -85,7 +85,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _empty_state(blueprint: Blueprint) -> dict[str, Tensor]:
     """Return names, shapes and dtypes of the whole model without allocating it."""
-    with isolate_rng(0), torch.device("meta"):
+    with isolate_rng(0), without_data():
         return {
             f"{unit}.{name}": value
             for unit in blueprint.units()

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Shape
 
 LEVELS = 127  # of an int8 on either side of 0
@@ -193,7 +194,7 @@ def find_pairs(build: Callable[[], nn.Module], before: Shape) -> Pairs:
 
         return hook
 
-    with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
+    with _disable_current_modes(), torch.no_grad(), without_data():
         unit = build().eval()
         if not any(is_plain(layer) for layer in unit.modules()):
             return ()

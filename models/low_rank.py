@@ -22,6 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Atom, Blueprint
 from piecework.models.change import Change, Origin
 from piecework.models.lstm import Lstm
@@ -133,7 +134,7 @@ def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattere
         last = number == len(others)
         own = cut if len(atom.shape) == 3 else Cut(keep)  # only maps have channels that may be left out
         build = partial(build_thin, atom.build, own, live, last)
-        with torch.device("meta"):
+        with without_data():
             module = atom.build()
         if chained := isinstance(module, nn.Sequential):
             require_chain(module, f"atom {atom.name!r} of {blueprint.name}")
@@ -153,7 +154,7 @@ def _describe_full(blueprint: Blueprint) -> str:
         return f"atom {first.name!r} is its only one{reason}, and the first atom of a model stays whole"
     shown = []
     for atom in others[:SHOWN]:
-        with torch.device("meta"):
+        with without_data():
             module = atom.build()
         layers = (type(layer).__name__ for layer in module.modules() if layer is not module and not [*layer.children()])
         shown.append(f"{atom.name!r} ({', '.join(layers) or type(module).__name__})")
@@ -189,7 +190,7 @@ def build_thin(build: Callable[[], nn.Module], cut: Cut, live: int | None, last:
 
     The `last` atom of a plain chain passes all its channels to the head.
     """
-    with torch.device("meta"):
+    with without_data():
         module = build()
         for path, layer in thin_layers(module, cut, live, last):
             module.add_module(path, layer)
@@ -280,7 +281,7 @@ def factors(blueprint: Blueprint) -> list[Factors]:
     """List the pairs of a sub-model in order, by the global names of their arrays."""
     found = []
     for unit in blueprint.units():
-        with torch.device("meta"):
+        with without_data():
             module = blueprint.build_unit(unit)
         for path, layer in module.named_modules():
             if isinstance(layer, Pair):
@@ -295,7 +296,7 @@ def norms(blueprint: Blueprint) -> dict[str, str]:
     """Map the weight of each layer that a norm follows directly to the name of that norm."""
     found = {}
     for unit in blueprint.units():
-        with torch.device("meta"):
+        with without_data():
             module = blueprint.build_unit(unit)
         for path, layer in module.named_modules():
             if isinstance(layer, PaddedNorm):
@@ -311,7 +312,7 @@ def find_computed(blueprint: Blueprint) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     before = ""
     for unit in blueprint.units():
-        with torch.device("meta"):
+        with without_data():
             module = blueprint.build_unit(unit)
         for path, layer in module.named_modules():
             if isinstance(layer, Pair) and isinstance(layer.u, nn.Conv2d):

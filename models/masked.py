@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Atom, Blueprint, Shape
 from piecework.models.change import Change, Origin
 
@@ -248,7 +249,7 @@ def with_masks(
 def norms_behind(build: Callable[[], nn.Module], shape: Shape) -> tuple[tuple[str, str], ...]:
     """List the batch norms that read only the output of one masked layer, each with that layer, by path."""
     found, made = [], dict[int, tuple[str, Tensor]]()
-    with torch.device("meta"):
+    with without_data():
         module = build().eval()
         example = torch.zeros(2, *shape)
     if not any(isinstance(layer, NORMS) for layer in module.modules()):
@@ -282,7 +283,7 @@ def thresholds(blueprint: Blueprint) -> dict[str, int]:
     """Return the number of thresholds of each layer of a masked model, by the global name of its weight, in order."""
     found = dict[str, int]()
     for unit in blueprint.units():
-        with torch.device("meta"):
+        with without_data():
             module = blueprint.build_unit(unit)
         found |= {f"{unit}.{path}.weight": len(layer.tau) for path, layer in masked_layers(module)}
     return found

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint
 from piecework.models.change import Change, Origin
 
@@ -98,7 +99,7 @@ def with_nested_norms(model: Blueprint, ratio: float, nets: Mapping[float, Bluep
 @lru_cache(maxsize=4096)
 def norm_channels(model: Blueprint, unit: str) -> Mapping[str, int]:
     """Return the channels of a unit's batch norms by path."""
-    with torch.device("meta"):
+    with without_data():
         layers = model.build_unit(unit).named_modules()
     return {path: layer.num_features for path, layer in layers if isinstance(layer, _BatchNorm)}
 

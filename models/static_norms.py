@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint
 from piecework.models.dual_norm import is_adversarial
 from piecework.models.frozen_norm import Frozen
@@ -43,13 +44,13 @@ def batch_norms(modules: Iterable[nn.Module]) -> Iterator[_BatchNorm]:
 
 def has_batch_norms(blueprint: Blueprint) -> bool:
     """Return whether a model has any batch norm."""
-    with torch.device("meta"):
+    with without_data():
         return any(True for unit in blueprint.units() for _ in batch_norms([blueprint.build_unit(unit)]))
 
 
 def mixes_examples(blueprint: Blueprint) -> bool:
     """Return whether a model has batch norms that train with the statistics of the examples computed together."""
-    with torch.device("meta"):
+    with without_data():
         norms = batch_norms(blueprint.build_unit(unit) for unit in blueprint.units())
         return any(not isinstance(norm, Frozen) for norm in norms)
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Atom, Blueprint, isolate_rng
 from piecework.models.change import Change, Origin
 
@@ -109,7 +110,7 @@ def supermask(blueprint: Blueprint, seed: int, *, by_authors: bool = False) -> B
     head = partial(build_scored, blueprint.build_head, seed, len(atoms), by_authors)
     model = replace(blueprint, atoms=atoms, build_head=head, width=1.0, initialisation="default")  # of scores
     for unit in model.units():
-        with torch.device("meta"):
+        with without_data():
             layers = [layer for layer in model.build_unit(unit).modules() if not isinstance(layer, Scored)]
         if strange := [type(layer).__name__ for layer in layers if [*layer.parameters(recurse=False)]]:
             raise ValueError(f"{blueprint.name} has a {strange[0]}: masks are for convolutions and linear layers")

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.device_profiles.documents import abbreviate
 from piecework.models.cascade import Blueprint, Cascade, isolate_rng
 from piecework.models.depth_exits import ExitCascade
@@ -201,7 +202,7 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
         kind = ExitCascade if exits else Cascade
         with safe_open(file, framework="pt") as arrays, torch.no_grad():
             # without memory for weights first: a description may ask for more than the file has, or any machine
-            with isolate_rng(0), torch.device("meta"):
+            with isolate_rng(0), without_data():
                 for name, target in named_arrays(kind(part), atoms, head):
                     require_shape(target, tuple(arrays.get_slice(name).get_shape()), name)
             with isolate_rng(0):

@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint, Shape, group_norm
 from piecework.models.change import Change, Origin
 from piecework.models.channels import input_channels
@@ -77,7 +78,7 @@ def widen_input(narrow: Build, full: Build, before: Shape, shape: Shape = ()) ->
     if not inputs:
         raise ValueError("has no layer that reads channels")
     build = partial(_build, narrow, tuple(inputs.items()), channels)
-    with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
+    with _disable_current_modes(), torch.no_grad(), without_data():
         try:
             out = build().eval()(torch.zeros(2, *before))
         except RuntimeError as error:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 import numpy as np
-import torch
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint, Shape
 from piecework.models.channels import Axes, channel_axes
 
@@ -101,7 +101,7 @@ def require_narrower(full: Blueprint, narrow: Mapping[float, Blueprint]) -> None
 @lru_cache(maxsize=256)
 def shapes(blueprint: Blueprint) -> Mapping[str, Shape]:
     """Return the shapes of a model's arrays by name."""
-    with torch.device("meta"):
+    with without_data():
         modules = {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
     return {
         f"{unit}.{name}": tuple(value.shape)

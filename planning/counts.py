@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 
-import torch
-
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint
 
 VALUE_BITS = 32
@@ -39,5 +38,5 @@ def sparse_flops(
 @lru_cache(maxsize=256)
 def entries(blueprint: Blueprint, unit: str) -> int:
     """Return the number of values in a unit's state: parameters and batch-norm buffers."""
-    with torch.device("meta"):
+    with without_data():
         return sum(prod(value.shape) for value in blueprint.build_unit(unit).state_dict().values())

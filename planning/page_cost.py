@@ -105,7 +105,8 @@ def paged_cost(
         yield from parts
 
     def work() -> None:
-        nonlocal moved_by_attack, overlaps_in_attack
+        nonlocal pages, moved_by_attack, overlaps_in_attack
+        pages, attack_flops.total = TracedPages(flops), 0
         one_step = replace(training_config, attack=replace(attack, steps=1)) if attack else training_config
         cascade = PagedCascade(blueprint, atoms, head, fake_load(blueprint), one_step, pages, piece_class)
         cascade.young = False  # counting batches needs their number, which a trace does not know

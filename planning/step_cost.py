@@ -62,6 +62,7 @@ def piece_cost(
         yield from parts
 
     def work() -> None:
+        attack_flops.total = 0
         pieces = [piece_class(blueprint, tuple(atoms), head, fake_load(blueprint)) for _ in range(copies)]
         loss, optimiser = start(pieces, training_config, make_loss)
         perturb = None
@@ -111,6 +112,8 @@ def activation_profile(part: Part, training_config: TrainingConfig) -> Activatio
         memory.peak = memory.live
 
     def work() -> None:
+        for each in (kept, outputs, peaks):
+            each.clear()
         piece = part.piece_class(part.blueprint, part.atoms, part.head, fake_load(part.blueprint))
         loss, optimiser = start([piece], training_config, part.make_loss)
         for module in piece.modules.values():

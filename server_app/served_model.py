@@ -16,10 +16,10 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp import Grid
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.federation.aggregation import (
     CheckedUpdate,
     UpdateRejectedError,
@@ -265,7 +265,7 @@ def empty_statistics(blueprint: Blueprint, names: Iterable[str]) -> dict[str, np
     """Return the initial statistics of units, by global names: means of 0, variances of 1."""
     found: dict[str, np.ndarray] = {}
     for unit in names:
-        with torch.device("meta"):
+        with without_data():
             state = blueprint.build_unit(unit).state_dict()
         for name, value in state.items():
             if is_statistic(name):

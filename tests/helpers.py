@@ -24,7 +24,7 @@ from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.training.examples import Examples, feature_examples, training_examples
 from piecework.training.memory_cap import MemoryCap
-from piecework.training.parcels import pack, unpack
+from piecework.training.parcels import pack, unpack, view
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_for, open_dataset, training_config_for
 from piecework.training.sgd import TrainingConfig
@@ -101,7 +101,7 @@ def model_of(run_dir: RunDir) -> dict[str, np.ndarray]:
 
 def numpy_of(arrays: ArrayRecord) -> dict[str, np.ndarray]:
     """A record's arrays, decoded."""
-    return {name: array.numpy() for name, array in arrays.items()}
+    return {name: view(array).copy() for name, array in arrays.items()}
 
 
 def first_arrays(settings: Settings, *, exits: bool = False) -> dict[str, np.ndarray]:
@@ -252,7 +252,8 @@ def examples_of(message: Message) -> int:
 
 def average(replies: list[Message], name: str) -> np.ndarray:
     """What the server has to come to, in float64 and by hand."""
-    held = [(arrays_of(m)[name].astype(np.float64), examples_of(m)) for m in replies if name in arrays_of(m)]
+    records = [(record_of(m), examples_of(m)) for m in replies]
+    held = [(view(record[name]).astype(np.float64), count) for record, count in records if name in record]
     return (sum(a * n for a, n in held) / sum(n for _, n in held)).astype(np.float32)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weights_are_unset
 from piecework.models.channels import channel_axes
 from piecework.models.imported.boundaries import choose, is_weighted
@@ -77,7 +78,7 @@ def cut(source: Source) -> Cut:
 
 
 def _whole_cut(source: Source) -> Cut:
-    with torch.device("meta"), unset_weights():
+    with without_data(), unset_weights():
         root = make(source).eval()
     require_state(root, source)
     require_freed(root, source)
@@ -133,14 +134,15 @@ def _narrow_cut(source: Source) -> Cut:
         axes, shapes_of(full.parts), classes.group, lambda channels: scale_channels(channels, source.width)
     )
     parts = [copy.deepcopy(part) for part in full.parts]
-    x: Any = torch.zeros(EXAMPLES, *source.input_shape, device="meta")
+    with without_data():
+        x: Any = torch.zeros(EXAMPLES, *source.input_shape)
     x = x.long() if full.vocabulary else x
     found: list[Shape] = []
     for unit, name, part in zip(whole.units(), [*full.names, "head"], parts, strict=True):
         own = {n.removeprefix(f"{unit}."): each for n, each in axes.items() if n.startswith(f"{unit}.")}
         try:
             narrow(part, own, kept)
-            with torch.no_grad(), torch.device("meta"):
+            with torch.no_grad(), without_data():
                 x = part(x)
         except (ValueError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
@@ -215,9 +217,10 @@ def _run(module: fx.GraphModule, source: Source, vocabulary: int) -> dict[fx.Nod
 def _logits(function: Any, source: Source, vocabulary: int) -> Tensor:
     """Return the logits of two examples without values. Raises ValueError if there are none of the right shape."""
     kind = torch.int64 if vocabulary else torch.float32
-    x = torch.zeros(EXAMPLES, *source.input_shape, dtype=kind, device="meta")
+    with without_data():
+        x = torch.zeros(EXAMPLES, *source.input_shape, dtype=kind)
     try:
-        with torch.no_grad(), torch.device("meta"):
+        with torch.no_grad(), without_data():
             found = function(x)
     except Exception as error:
         shape = "x".join(map(str, source.input_shape))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.channels import Axes
 from piecework.models.frozen_norm import FrozenBatchNorm1d, FrozenBatchNorm2d
 from piecework.models.imported.graph import Recorded
@@ -55,7 +56,8 @@ def narrow(module: nn.Module, axes: Mapping[str, Axes], kept: Channels) -> None:
 
 
 def _empty(array: Tensor, size: Sequence[int]) -> Tensor:
-    empty = torch.empty(*size, dtype=array.dtype, device="meta")
+    with without_data():
+        empty = torch.empty(*size, dtype=array.dtype)
     return nn.Parameter(empty, array.requires_grad) if isinstance(array, nn.Parameter) else empty
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from piecework.client_app.client import Client
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint
 from piecework.models.compact import (
     Compact,
@@ -80,7 +81,7 @@ class SparseModel(PieceModel):
 
     def compact(self, layout: Layout, parts: Mapping[str, Places] | None = None) -> tuple["SparseModel", Compact]:
         """Return the compact form at the present mask. `parts` are the kept parts of the arrays, if they are already known."""
-        with torch.device("meta"):
+        with without_data():
             empty = {unit: self.blueprint.build_unit(unit) for unit in self.units()}
         compact = compact_units(
             self.units(), layout, empty, kept_parts(self.units(), layout) if parts is None else parts

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.whole import train_whole
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint
 from piecework.models.channels import channel_axes
 from piecework.models.nested_norms import NestedNorms
@@ -88,7 +89,7 @@ def within_piece(piece: Blueprint, narrow: Blueprint) -> Mapping[str, Indices]:
 @lru_cache(maxsize=64)
 def empty_units(blueprint: Blueprint) -> Mapping[str, nn.Module]:
     """Return the units of a net without values, which all losses of a process lend their own for a batch."""
-    with torch.device("meta"):
+    with without_data():
         return {unit: blueprint.build_unit(unit) for unit in blueprint.units()}
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.whole import train_whole, whole_network
+from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint, Shape, outputs
 from piecework.models.channels import Axes, channel_axes
 from piecework.models.layers import divide_output
@@ -84,7 +85,7 @@ def layers_of(modules: Iterable[nn.Module]) -> list[nn.Conv2d | nn.Linear]:
 @cache
 def input_ratios(small: Blueprint, full: Blueprint) -> tuple[float, ...]:
     """Return the fraction of its inputs that each layer of a sub-model keeps; 1 for the last layer, which has no Scaler."""
-    with torch.device("meta"):
+    with without_data():
         kept, all_of = (layers_of(map(model.build_unit, model.units())) for model in (small, full))
     ratios = [a.weight.shape[1] / b.weight.shape[1] for a, b in zip(kept, all_of, strict=True)]
     return (*ratios[:-1], 1.0)
@@ -94,7 +95,7 @@ def scaled_arrays(small: Blueprint, full: Blueprint) -> dict[str, float]:
     """Return the arrays by which the Scaler's divisions can be replaced, by name with the ratio: weights and biases."""
     ratios = iter(input_ratios(small, full))
     found: dict[str, float] = {}
-    with torch.device("meta"):
+    with without_data():
         modules = {unit: small.build_unit(unit) for unit in small.units()}
     for unit, module in modules.items():
         for path, layer in module.named_modules():
