@@ -131,31 +131,48 @@ class StepCost:
     overlaps: tuple[Overlap, ...] = ()
 
 
-def trace(work: Callable[[], object], memory: PeakMemory | None = None, flops: "FlopCount | None" = None) -> StepCost:
+def trace(
+    work: Callable[[], object],
+    memory: PeakMemory | None = None,
+    flops: "FlopCount | None" = None,
+    *,
+    own_layers: bool = False,
+) -> StepCost:
     """Run `work` without its memory and return its cost. It must create everything it uses, and may be run twice.
 
-    It runs on tensors without data (meta_steps.py), or where these are no stand-in for a CPU's, on torch's fake tensors.
+    It runs on torch's fake tensors. A step in float32 that consists of this package's `own_layers` runs on tensors without data
+    (meta_steps.py) if these can stand in for a CPU's.
+
     A `memory` or `flops` lets `work` read what is counted meanwhile. Only servers use this function: fake tensors import
     torch's compiler, which would cost a device memory and time.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from piecework.device_profiles.cpu_results import AsOnTheCPU
-    from piecework.device_profiles.meta_steps import OnMeta
 
     memory, flops = memory or PeakMemory(), flops or FlopCount()
     with torch.random.fork_rng(devices=[]):
-        try:
-            on_meta = OnMeta()
-            memory.device, memory.elsewhere = "meta", on_meta.nowhere
-            with on_meta, memory, flops:
-                work()
-        except Exception:  # an UnsuitedError, or an error of the step itself, which is raised again
-            memory.restart()
-            flops.total = 0
+        if not (own_layers and _ran_without_data(work, memory, flops)):
             with FakeTensorMode(allow_fallback_kernels=False), AsOnTheCPU(), memory, flops:
                 work()
     return StepCost(memory.peak, flops.total)
+
+
+def _ran_without_data(work: Callable[[], object], memory: PeakMemory, flops: "FlopCount") -> bool:
+    """Run a step on tensors without data. Returns whether it could; if not, nothing is counted of it."""
+    from piecework.device_profiles.meta_steps import OnMeta
+
+    on_meta, before = OnMeta(), flops.total
+    memory.device, memory.elsewhere = "meta", on_meta.nowhere
+    try:
+        with on_meta, memory, flops:
+            work()
+    except Exception:  # an UnsuitedError, or an error of the step itself, which fake tensors raise again
+        on_meta.refused = True
+    if on_meta.refused:
+        memory.restart()
+        flops.total = before
+    return not on_meta.refused
 
 
 class FlopCount(Mode):  # type: ignore[no-untyped-call]

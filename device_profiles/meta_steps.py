@@ -5,8 +5,8 @@ those of torch's device `meta`. An operator that makes new tensors is asked once
 later calls with equal arguments get empty tensors of these sizes, strides and types. Operators that change or view their
 arguments are torch's own kernels for `meta`.
 
-A function of torch may call other operators on a CPU than here, as an LSTM and attention do. So only functions that do not
-(PLAIN) run here. Another one raises UnsuitedError, and so does an operator that fails.
+A function of torch may call other operators on a CPU than here, as RNNs, attention and autocast do. So only steps of this
+package's own layers in float32 run here, and only operators in PLAIN. Another one raises UnsuitedError.
 """
 
 import weakref
@@ -92,13 +92,13 @@ class UnsuitedError(Exception):
 class OnMeta(Mode):  # type: ignore[no-untyped-call]
     """Runs operators on `meta` tensors with the results of a CPU. Raises UnsuitedError for those that are not in PLAIN.
 
-    `nowhere` has the storages of tensors that the step makes `without_data`, which take no memory.
+    `refused` says whether it has done so. `nowhere` has the storages of tensors that the step makes `without_data`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.nowhere: dict[int, weakref.KeyedRef[int, Any]] = {}
-        self._circumstances = torch.get_default_dtype(), torch._C._get_mkldnn_enabled()
+        self.refused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -107,25 +107,28 @@ class OnMeta(Mode):  # type: ignore[no-untyped-call]
             return None  # as on fake tensors (cpu_results.py)
         if func in FILLS:
             return args[0]
-        if torch.is_autocast_enabled("cpu"):
-            raise UnsuitedError("autocast does not see meta tensors")
         kwargs = kwargs or {}
         is_nowhere = bool(self.nowhere) and any(map(self._is_nowhere, args))
         if (asked := kwargs.get("device")) is not None:
-            is_nowhere |= asked.type == "meta" and makes_no_data()  # else it is the device of another tensor
+            # A device `meta` is that of another tensor, unless the step makes no data.
+            is_nowhere = asked.type == "meta" and (is_nowhere or makes_no_data())
             kwargs = kwargs | {"device": META}
+        if func is aten.lift_fresh.default:
+            return torch.empty_like(args[0], device=META)
+        if _is_in_place(func):
+            return func(*args, **kwargs)
         result = self._run(func, args, kwargs)
         if is_nowhere:
             self._note(result)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is aten.lift_fresh.default:
-            return torch.empty_like(args[0], device=META)
-        if _is_in_place(func):
-            return func(*args, **kwargs)
-        key = (func, self._circumstances, _spell(args), _spell(tuple(kwargs.items())))
+        circumstances = torch.get_default_dtype(), torch._C._get_mkldnn_enabled()
+        key = (func, circumstances, _spell(args), _spell(tuple(kwargs.items())))
         if (result := _RESULTS.get(key)) is None:
+            if func not in PLAIN:
+                self.refused = True  # the step may catch the error
+                raise UnsuitedError(f"{func} may be another operator on a CPU")
             if len(_RESULTS) >= MOST:
                 _RESULTS.clear()
             result = _RESULTS[key] = _ask(func, args, kwargs)
@@ -169,8 +172,6 @@ def _ask(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on fake tensors of a CPU, and return what it returns as sizes, strides and types."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    if func not in PLAIN:
-        raise UnsuitedError(f"{func} may be another operator on a CPU")
     given: list[Tensor] = []
 
     def fake(value: Any) -> Any:

@@ -13,6 +13,7 @@ from piecework.models.cascade import Blueprint, can_fit, kept_places, outputs
 from piecework.models.partition import Piece
 from piecework.models.resizing import resize_one
 from piecework.models.static_norms import measure_norms
+from piecework.models.zoo import MODELS
 from piecework.planning.now import tracing
 from piecework.planning.part import Part
 from piecework.training.attacks import Gradient, Loss, by_backward, micro_batches
@@ -35,6 +36,15 @@ from piecework.training.sgd import TrainingConfig
 def fake_load(blueprint: Blueprint) -> Load:
     """Return a function that builds units in a device's memory format, with arbitrary weights, for tracing costs."""
     return lambda unit: channels_last(blueprint.build_unit(unit))
+
+
+def has_own_layers(blueprint: Blueprint, training_config: TrainingConfig, *code: object) -> bool:
+    """Return whether a plain float32 step consists of this package's layers and `code` alone, which `trace` can run faster."""
+    if blueprint.zoo_name not in MODELS or training_config.precision != "float32" or training_config.recompute:
+        return False
+    found = [atom.build for atom in blueprint.atoms] + [*code]
+    modules = [each.func.__module__ if isinstance(each, partial) else each.__module__ for each in found]
+    return all(module.startswith("piecework.") for module in modules)
 
 
 def piece_cost(
@@ -73,7 +83,7 @@ def piece_cost(
         z, y = fake_examples(pieces[0], training_config.batch_size, targets=targets)
         train_step(loss, optimiser, z, y, perturb, first_parts)
 
-    cost = trace(work)
+    cost = trace(work, own_layers=has_own_layers(blueprint, training_config, piece_class, make_loss))
     further = attack.steps - 1 if attack is not None else 0
     flops = cost.flops + further * attack_flops.total
     return StepCost(cost.peak_bytes, flops * training_config.batch_size // traced[0])
@@ -124,7 +134,8 @@ def activation_profile(part: Part, training_config: TrainingConfig) -> Activatio
         on_gradient(z)
         optimiser.step()
 
-    trace(work, memory)
+    own = has_own_layers(part.blueprint, training_config, part.piece_class, part.make_loss)
+    trace(work, memory, own_layers=own)
     passed = [*reversed(peaks[1:]), peaks[0]]
     frozen = [passed[0]] * (len(kept) + 1 - len(passed))  # no gradient passes the first atoms if they do not learn
     return ActivationProfile(tuple(kept), tuple(outputs), (*frozen, *passed))
@@ -160,7 +171,7 @@ def stream_cost(
         else:
             score(z, torch.zeros(size, dtype=torch.int64))
 
-    return trace(work).peak_bytes
+    return trace(work, own_layers=has_own_layers(blueprint, training_config)).peak_bytes
 
 
 def read_batch(blueprint: Blueprint, atom: int, batch_size: int, *, rounded: bool) -> Tensor:

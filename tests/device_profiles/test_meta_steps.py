@@ -16,8 +16,9 @@ from piecework.device_profiles.memory import PeakMemory, trace
 from piecework.device_profiles.meta_steps import OnMeta, UnsuitedError
 from piecework.models.low_rank import low_rank
 from piecework.models.zoo import build_blueprint
-from piecework.planning.step_cost import piece_cost
+from piecework.planning.step_cost import has_own_layers, piece_cost
 from piecework.training.attacks import Attack
+from piecework.training.loop import PieceModel, single_loss
 
 IMAGE = Attack("linf", epsilon=8 / 255, step=2 / 255, steps=2, low=0.0, high=1.0)
 CIFAR: dict[str, Any] = {"num_classes": 10, "input_shape": (3, 32, 32)}
@@ -103,13 +104,21 @@ def test_what_the_step_makes_without_data_takes_nothing() -> None:
         copy = kept + kept
         assert copy.shape == kept.shape
 
+    def something() -> None:
+        with without_data():
+            kept = torch.zeros(1000)
+        held = torch.zeros(1000)
+        held.copy_(kept)
+        assert torch.empty_like(kept, device="cpu").shape == (held * 2).shape
+
     def on_its_device() -> None:
         x = torch.zeros(10)
         kept = torch.zeros(1000, device=x.device), torch.empty_like(x), torch.arange(5, device=x.device)
         assert len(kept) == 3
 
-    assert trace(nothing).peak_bytes == 0
-    assert trace(on_its_device).peak_bytes == 4 * 10 + 4 * 1000 + 4 * 10 + 8 * 5
+    assert trace(nothing, own_layers=True).peak_bytes == 0
+    assert trace(something, own_layers=True).peak_bytes == 4 * 1000 * 3
+    assert trace(on_its_device, own_layers=True).peak_bytes == 4 * 10 + 4 * 1000 + 4 * 10 + 8 * 5
 
 
 def test_a_step_that_is_unsuited_begins_anew() -> None:
@@ -123,12 +132,42 @@ def test_a_step_that_is_unsuited_begins_anew() -> None:
         assert x.shape == (10,)
 
     memory = PeakMemory()
-    assert trace(work, memory).peak_bytes == 4000 + 2 * 40
+    assert trace(work, memory, own_layers=True).peak_bytes == 4000 + 2 * 40
     assert memory.live == 0
+
+
+def test_a_step_that_catches_the_refusal_runs_on_fake_tensors() -> None:
+    def work() -> None:
+        x = torch.zeros(1000)
+        try:
+            y = torch.sigmoid(x) * x
+        except Exception:
+            y = x
+        assert y.shape == x.shape
+
+    assert trace(work, own_layers=True).peak_bytes == 4 * 1000 * 3
+
+
+@pytest.mark.parametrize(
+    "changes", [{"precision": "bfloat16"}, {"recompute": ((0, 1),)}], ids=["bfloat16", "recompute"]
+)
+def test_other_steps_run_on_fake_tensors(changes: dict[str, Any]) -> None:
+    blueprint = BLUEPRINTS["one-channel"]
+    assert has_own_layers(blueprint, a_training_config(4), PieceModel, single_loss)
+    assert not has_own_layers(blueprint, replace(a_training_config(4), **changes))
+
+
+def test_layers_and_losses_of_a_user_run_on_fake_tensors() -> None:
+    """They may call what is another operator on a CPU: an RNN, or autocast."""
+    blueprint, config = BLUEPRINTS["one-channel"], a_training_config(4)
+    own = replace(blueprint.atoms[0], build=lambda: nn.RNN(3, 3, nonlinearity="relu"))
+    assert not has_own_layers(replace(blueprint, atoms=(own, *blueprint.atoms[1:])), config)
+    assert not has_own_layers(replace(blueprint, zoo_name="mine.py:net"), config)
+    assert not has_own_layers(blueprint, config, PieceModel, lambda pieces: None)
 
 
 def test_kinds_of_calls_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta_steps, "MOST", 3)
     meta_steps._RESULTS.clear()
-    trace(lambda: [torch.zeros(size) for size in range(1, 11)])
+    trace(lambda: [torch.zeros(size) for size in range(1, 11)], own_layers=True)
     assert len(meta_steps._RESULTS) <= 3

@@ -87,7 +87,7 @@ class Homes:
         folder, home = self._folders.get(node.name, ""), self.places.get(client)
         self._moves.pop(client, None)
         if home is None:
-            return folder, None, self._lost.get(client) or self._unread()
+            return folder, None, self._lost.get(client, "")
         if home == node.place:
             return folder, None, ""
         self._moves[client] = home
@@ -100,14 +100,6 @@ class Homes:
             drop(place)  # what is left here is older
             note = f"its state, on another node, is lost ({type(error).__name__}), starts without a state"
         return folder, None, note
-
-    def _unread(self) -> str:
-        """Return a remark for a client of which no state is known, if a node that may hold one has said nothing yet."""
-        missing = self.nodes.unheard(self.asked) if self.nodes.resumed else []
-        where = ", ".join(map(self.nodes.address, missing))
-        return (
-            f"its state may be on a node that has started no worker ({where}), starts without a state" if where else ""
-        )
 
     def _pack(self, client: int, home: str) -> Any:
         if home == HEAD:

@@ -102,23 +102,23 @@ class Nodes:
 
     def all_came(self, asked: Callable[[str], bool]) -> bool:
         """Whether no node is `unheard`, or the others take too long to start a worker, which is told."""
-        patience = RESUMED_SECONDS if self.resumed else PATIENCE_SECONDS
         missing = self.unheard(asked)
-        if missing and time.monotonic() <= self._begun + patience:
+        if missing and time.monotonic() <= self._begun + self._patience:
             return False
         for name in {*missing} - self._given_up:
             LOG.warning(
-                "node %s of the Ray cluster has started no worker in %g s: the run goes on without it until it has",
+                "node %s of the Ray cluster has said nothing of its clients' states in %g s: the run goes on without them",
                 self.address(name),
-                patience,
+                self._patience,
             )
         self._given_up.update(missing)
         return True
 
     @property
-    def resumed(self) -> bool:
-        """Whether the run goes on, so that nodes may hold states of its clients."""
-        return bool(self._settings.resume_from)
+    def _patience(self) -> float:
+        """Seconds; they leave half of the time that messages have, because nothing is sent meanwhile."""
+        longest = max(PATIENCE_SECONDS, self._settings.messages.round_timeout / 2)
+        return min(RESUMED_SECONDS, longest) if self._settings.resume_from else PATIENCE_SECONDS
 
     def address(self, name: str) -> str:
         """Return a node's host, for the user."""
