@@ -11,7 +11,7 @@ TORCH_OPTIONS := $(if $(TORCH),--torch-backend='$(TORCH)' --reinstall-package to
 # Without compiled modules every process compiles torch again, which doubles the time of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup same-torch demo test check docs tables defaults clean
+.PHONY: setup same-torch demo test test-slow check docs tables defaults clean
 
 setup: same-torch $(STAMP)
 
@@ -32,8 +32,14 @@ same-torch:
 demo: setup
 	$(BIN)/piecework run
 
+# A worker for each core: none of these tests waits for long.
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 10 --durations-min 3 \
+	-m 'not slow and not docker and not alone'
+
+# Many of these wait for processes, and a third worker uses the cores meanwhile.
+test-slow: setup
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'slow and not docker and not alone'
 
 check: setup
 	$(BIN)/ruff check .

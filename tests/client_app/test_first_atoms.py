@@ -208,6 +208,7 @@ def test_the_smallest_budget_of_a_model_narrower_than_its_images() -> None:
         cut.items(costs[0] - 1, cut.needed_bytes)
 
 
+@pytest.mark.slow
 def test_behind_stored_features_under_attack(tmp_path: Path) -> None:
     """FedProphet, every atom a module; those before are streamed once, one at a time, and their features stay in the store."""
     seen = set()
@@ -254,6 +255,7 @@ def test_the_first_blocks_with_their_exits(tmp_path: Path, name: str) -> None:
         assert client.cap.peak_bytes == cut.bytes(piece)
 
 
+@pytest.mark.slow
 def test_a_run_whose_devices_leave_out_the_first_atoms(tmp_path: Path) -> None:
     """The poor devices' budget is the cost of their first piece: there is room for nothing beside its step."""
     model = {

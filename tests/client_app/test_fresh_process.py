@@ -39,6 +39,7 @@ class FreshGrid(RecordingGrid):
         process.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

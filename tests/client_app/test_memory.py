@@ -487,6 +487,7 @@ class KeepsTheFirstTask(RecordingGrid):
         return super().push_messages(messages)
 
 
+@pytest.mark.slow
 def test_a_client_imports_no_compiler_and_no_data_set_library(tmp_path: Path) -> None:
     tasks = []
     ways = (("fedavg", 1.0), ("fedepth", 0.53), ("m-fedepth", 0.53), ("fedepth", 2.2), ("fedavg", PAGED))

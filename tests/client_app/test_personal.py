@@ -88,6 +88,7 @@ def test_it_leaves_the_clients_validation_alone() -> None:
         tiny_settings(dataset=FEW, evaluation__mode="personal", evaluation__on_clients_every=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", METHODS)
 def test_every_strategy_evaluates_personally_or_refuses(tmp_path: Path, strategy: str) -> None:
     """Also clients that were not in the round; every one counts alike."""

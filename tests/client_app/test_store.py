@@ -300,6 +300,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("following", ["train-4", "train-3"])  # the next round, and the same one once more
 def test_what_a_killed_task_left_is_removed(tmp_path: Path, store: Store, following: str) -> None:
     commit(store, 1)

@@ -81,6 +81,7 @@ def test_memory_of_a_server_that_distils(images: Path, tmp_path: Path, monkeypat
     assert found.keys() == {"start", "growth", "seconds_a_client", "server_peak"}
 
 
+@pytest.mark.slow
 def test_memory_with_fit(said: Say, tmp_path: Path) -> None:
     small = "--models", "lenet5", "--batch", "2"
     assert re.match(r"batch 2 .*\nlenet5 .* MB .*x .*t", said("fit", *small, "--seconds"))
@@ -126,6 +127,7 @@ def test_seconds_of_plans(said: Say) -> None:
     assert lines[-1].startswith("2 plans; ")
 
 
+@pytest.mark.slow
 def test_seconds_of_paged_steps(said: Say, tmp_path: Path) -> None:
     """The step that reads ahead, on a disk of 10 MB/s, is followed by the one that does not."""
     asked = ("--models", "lenet5", "--batch", "2", "--repeats", "1", "--folder", str(tmp_path), "--slow", "1e7")

@@ -113,6 +113,7 @@ def require_drawn(picture: Picture, path: Path) -> None:
     assert path.stat().st_size < 60_000, path
 
 
+@pytest.mark.slow
 def test_pictures_show_the_records(claim: Claim, records: Records, tmp_path: Path) -> None:
     weak = replace(records, runs=[run for run in records.runs if run.case == "weak"])
     weak.write(claim, tmp_path)

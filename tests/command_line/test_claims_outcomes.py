@@ -20,6 +20,7 @@ NAN = {"status": "rejected", "reason": "train-loss is nan: it must be a finite n
 BROKEN = {"status": "failed", "reason": "error 8: no space is left"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

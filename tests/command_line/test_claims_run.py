@@ -321,6 +321,7 @@ def run_here(words: list[str], log: Path) -> Any:
     return Process(CliRunner().invoke(app, words).exit_code)
 
 
+@pytest.mark.slow
 def test_after_kill_9_no_run_is_left_and_the_next_harness_goes_on(
     tmp_path: Path, real_harness: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def test_scores_are_those_that_the_run_recorded(run: RunDir) -> None:
     assert piecework.Run(run.path).evaluate(client=2).record | {"exit": 0} == found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["torchscript", "onnx"])
 def test_a_clients_model_is_exported(run: RunDir, form: str) -> None:
     """Checked by its runtime as others are; pruned filters are zeros."""

@@ -223,6 +223,7 @@ print(free_in_heap() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(memory_cap.libc_function("mallinfo2") is None, reason="glibc 2.33 and newer tell what is free")
 def test_what_is_free_in_the_heap_is_known() -> None:
     # In a process of its own, whose heap no other test and no thread uses meanwhile.

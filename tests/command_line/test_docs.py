@@ -31,6 +31,7 @@ from piecework.training.methods import METHODS
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_plans_in_the_documents_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = ("fedavg", "fedepth")  # advice plans every system; these decide what it recommends
     monkeypatch.setattr("piecework.plans.suggest.METHODS", {name: METHODS[name] for name in few})
@@ -115,6 +116,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         MODELS.pop("two-layers")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_user_does_what_the_page_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes outside the repository, with workers, which get the strategy from the script."""
@@ -134,6 +136,7 @@ def test_a_user_does_what_the_page_says(page: Path, monkeypatch: pytest.MonkeyPa
         assert client["measured_peak"] <= client["predicted_peak"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_study_in_python_does_what_the_page_says(page: Path) -> None:
     """In one process; that workers get a module is tested with the notebook."""
@@ -151,6 +154,7 @@ def test_a_study_in_python_does_what_the_page_says(page: Path) -> None:
     assert rows[-1][-1] == "requires_grad=True)"
 
 
+@pytest.mark.slow
 def test_a_torch_module_is_planned_and_trained(tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By workers, which load its file by themselves; the run remembers where the file is."""
     monkeypatch.chdir(page)
@@ -168,6 +172,7 @@ def test_a_torch_module_is_planned_and_trained(tmp_path: Path, page: Path, monke
     assert "is code of your own, and other engines do not have it: use engine = local" in " ".join(other.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_strategy_of_ones_own_fits_its_step(tmp_path: Path, page: Path) -> None:
     """The task lists the steps of `memory.fit` with the strategy's own loss: a client that has memory for one trains."""
     asked = TRIO | {"strategy": PROX, "training__local_iterations": 1, "memory__fit": "micro-batch,recompute"}
@@ -246,6 +251,7 @@ print(json.dumps([[done.exit_code, done.stdout, done.stderr] for done in found])
 """
 
 
+@pytest.mark.slow
 def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> None:
     """In a copy, by touching the files that the page lists."""
     copy = tmp_path / "copy"
@@ -295,6 +301,7 @@ def test_add_a_strategy_and_its_setting_to_the_repository(tmp_path: Path) -> Non
     assert loose.rounds()[0]["train_loss"] < tight.rounds()[0]["train_loss"]  # with the distance
 
 
+@pytest.mark.slow
 def test_a_strategy_of_ones_own_does_what_the_settings_ask(
     tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_data_of_another_kind_are_refused_with_both_named(run: RunDir, tmp_path:
         assert says in found["reason"]
 
 
+@pytest.mark.slow
 def test_words_of_other_texts_are_other_words(tmp_path: Path) -> None:
     """Two folders number their own most frequent words, so that the same number is another word."""
     for name, words in (("one", "good bad"), ("two", "well ill")):

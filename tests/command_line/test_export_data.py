@@ -95,6 +95,7 @@ def test_each_folder_has_its_clients_rows_and_no_others(exported: Path) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_over_exported_folders_is_the_simulation(exported: Path, tmp_path: Path, workers: int) -> None:
     changes = {"data__validation_fraction": 0.2, "num_rounds": 2, "strategy": "fedepth"}

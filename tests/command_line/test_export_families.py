@@ -62,6 +62,7 @@ def trained(family: str, folder: Path) -> RunDir:
     return run_local(folder, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_in_each_format(family: str, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
@@ -106,6 +107,7 @@ def test_a_family_as_a_program_for_boards(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits.softmax(1), model.predict(x).probabilities, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_code_of_ones_own_is_run_again_only_where_it_is_named(tmp_path: Path) -> None:
     """In a process that has not imported it: a run's folder does not have its code run."""
     run = trained("own-module", tmp_path)

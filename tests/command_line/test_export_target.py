@@ -89,6 +89,7 @@ def test_a_folder_of_others_is_refused_at_once() -> None:
             os.seteuid(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["torchscript", "onnx", "csv", "tensorboard"])
 def test_a_full_disk_is_said_and_what_was_there_stays(
     form: str, run: RunDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]

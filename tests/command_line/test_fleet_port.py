@@ -179,6 +179,7 @@ def status(port: int, path: str, *, forwarded_for: str = "", source: str = "", m
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_superlink_refuses_devices_all_but_the_fleet_api(port: int) -> None:
     assert status(port, "/v1/control/list-runs") not in (403, 404)
@@ -189,6 +190,7 @@ def test_a_superlink_refuses_devices_all_but_the_fleet_api(port: int) -> None:
     assert status(port, "/health", forwarded_for=ABROAD, method="GET") == 200
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("forwarded_for", [f"127.0.0.1, {ABROAD}", f"10.8.1.2, {ABROAD}"])
 def test_a_strangers_own_word_for_where_it_is_is_not_believed(port: int, forwarded_for: str) -> None:
@@ -196,6 +198,7 @@ def test_a_strangers_own_word_for_where_it_is_is_not_believed(port: int, forward
     assert status(port, "/v1/control/list-runs", forwarded_for=forwarded_for) == 403
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_an_address_without_a_proxy(port: int) -> None:
     """The machine's own other addresses are the only ones that a test can come from; to 127.0.0.1 they are strange."""
@@ -212,6 +215,7 @@ def test_an_address_without_a_proxy(port: int) -> None:
         assert here.recv(100).split()[1] not in (b"403", b"404")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_nothing_else_listens(link: tuple[int, psutil.Process]) -> None:
     """Flower's older APIs, of which the environment of this SuperLink asks for one, would have ports of their own."""
@@ -220,6 +224,8 @@ def test_nothing_else_listens(link: tuple[int, psutil.Process]) -> None:
     assert listening == {port}
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_network_that_cannot_be_found_is_named(tmp_path: Path) -> None:
     call = [sys.executable, "-m", "piecework.deploy.fleet_port", "--control", "no-such-host.invalid", "--insecure"]
@@ -228,6 +234,7 @@ def test_a_network_that_cannot_be_found_is_named(tmp_path: Path) -> None:
     assert done.stderr.startswith("--control no-such-host.invalid: 'no-such-host.invalid' is no address")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_help_names_our_option_and_flowers() -> None:
     call = [sys.executable, "-m", "piecework.deploy.fleet_port", "--help"]

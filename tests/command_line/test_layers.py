@@ -74,6 +74,7 @@ def test_type_checkers_find_each_folder_by_a_link(folder: str) -> None:
     assert len((ROOT / folder / "__init__.py").read_text(encoding="utf-8").splitlines()) >= 2, "says what lives there"
 
 
+@pytest.mark.slow
 def test_modules_of_a_user_with_our_names_are_left_alone(tmp_path: Path) -> None:
     for name in FOLDERS[:-1]:
         (tmp_path / f"{name}.py").write_text(
@@ -118,6 +119,7 @@ def test_neutral_code_names_no_method() -> None:
     assert found == set()
 
 
+@pytest.mark.slow
 def test_a_board_loads_nothing_of_the_server() -> None:
     """Each method's client alone, with what clients share."""
     code = (

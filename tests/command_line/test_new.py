@@ -87,6 +87,7 @@ def test_an_app_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytes
     assert find_app(others) == "pyproject.toml"
 
 
+@pytest.mark.slow
 def test_its_own_test_and_the_checks_pass(fresh: Path) -> None:
     """mypy checks the files where they lie in this project; only names change."""
     for words in (["ruff", "check"], ["ruff", "format", "--check"]):

@@ -95,6 +95,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("kind", ["report", "failed", "without plotly", "shares", "compare", "study"])
@@ -127,6 +128,7 @@ def test_page(browser: Any, pages: dict[str, Path], kind: str, width: int, mode:
         assert contrast(rgb(fill), mixed) > 3.9, f"{fill} on a cell of {share:.0%}"
 
 
+@pytest.mark.slow
 def test_what_scrolls_shows_it(browser: Any, pages: dict[str, Path]) -> None:
     """A wide table has a shadow at the edge beyond which there is more, and none at its end; a wide drawing fades there."""
     show(browser, pages["report"], 390, "light")

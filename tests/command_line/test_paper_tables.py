@@ -36,6 +36,7 @@ def columns(plan: dict[str, Any]) -> tuple[list[list[str]], list[float], list[fl
     return [module["atoms"] for module in modules], megabytes, [module["macs"] / 10**9 for module in modules]
 
 
+@pytest.mark.slow
 def test_fedprophet_table_7() -> None:
     plan = make_plan(*asked(fedprophet.TABLE7))
     cut, megabytes, gflops = columns(plan)
@@ -55,6 +56,7 @@ def test_fedprophet_table_7() -> None:
     assert plan["modules"][0]["memory_bytes"] == 12 * parameters + 4 * 64 * inputs
 
 
+@pytest.mark.slow
 def test_fedprophet_table_8() -> None:
     plan = make_plan(*asked(fedprophet.TABLE8))
     cut, megabytes, gflops = columns(plan)
@@ -215,6 +217,7 @@ def test_spafl_flops_of_fedavg() -> None:
 # ---- the document
 
 
+@pytest.mark.slow
 def test_the_document_is_what_is_computed() -> None:
     written = TABLES.read_text(encoding="utf-8")
     assert written == document(), "run make tables"

@@ -285,6 +285,7 @@ print(plan["parameters"], peak() - before, "sklearn" in sys.modules, "torchvisio
 """
 
 
+@pytest.mark.slow
 def test_a_plan_allocates_no_weights() -> None:
     done = subprocess.run([sys.executable, "-c", COST], cwd=ROOT, capture_output=True, text=True, check=True)
     parameters, mebibytes, *others = done.stdout.split()

@@ -13,6 +13,7 @@ from piecework.plans.suggest import plan_system
 from piecework.training.settings import Settings
 
 
+@pytest.mark.slow
 def test_a_system_whose_helper_ends_is_planned_here_and_no_helper_stays() -> None:
     settings = Settings(clients=20)
     broken = replace(ask(settings), examples="many")  # which ends the helper with a TypeError
@@ -40,6 +41,7 @@ def make(num_classes, input_shape):
 """
 
 
+@pytest.mark.slow
 def test_helpers_import_what_this_process_can_and_what_a_module_prints_and_reads_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_header_says_what_it_runs_and_how_long_that_takes(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_of_a_header_plans_and_somebody_trains_in_each_stage(name: str) -> None:
     for assignments in [[], *header(PRESETS / f"{name}.toml").commands(), *commands_of_rows(name)]:
@@ -249,6 +250,7 @@ def test_fedepths_lack_and_surplus_differ_in_the_poorest_and_the_richest() -> No
 # ---- PriSM: section 4, Tables 1, 2, 3, 10 and 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keeps", "rounds", "rate"),
     [
@@ -293,6 +295,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.slow
 def test_fedepths_vit_is_trained_in_the_papers_groups() -> None:
     """Section 5.4: a quarter of the clients each trains groups of 2, 4, 6 and all 12 encoders; 100 rounds at 5e-4."""
     settings = settings_from("fedepth-vit-cifar10", [])

@@ -300,6 +300,7 @@ run = piecework.run(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_notebook_shows_a_bar_and_its_own_class_trains_in_workers(tmp_path: Path) -> None:
     cells = [NOTEBOOK.format(data=few_digits(), folder=tmp_path), "run"]

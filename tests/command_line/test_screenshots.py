@@ -50,11 +50,13 @@ def test_the_moment_is_in_the_middle_of_a_round(tmp_path: Path) -> None:
         terminal.in_the_middle("piecework run", b"error: no such data set\r\n", rounds=4)
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_says_what_it_wrote() -> None:
     with pytest.raises(SystemExit, match=r"(?s)piecework report nowhere failed:.*nowhere"):
         screenshots.piecework("report", "nowhere")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")),

@@ -235,6 +235,7 @@ def test_a_link_in_place_of_a_record_is_not_read(tmp_path: Path, name: str) -> N
     assert browser.get("/report/a").status_code == browser.get("/compare?run=a").status_code == 422
 
 
+@pytest.mark.slow
 def test_every_answer_forbids_scripts_of_others(tmp_path: Path) -> None:
     completed(tmp_path / "a")
     browser = client_of(tmp_path)
@@ -289,6 +290,7 @@ def test_scripts_and_style_are_ours_and_plotlys(tmp_path: Path) -> None:
         assert not re.search("innerHTML|insertAdjacentHTML|document.write|eval|http", code)
 
 
+@pytest.mark.slow
 def test_the_wheel_has_scripts_and_style(wheel: Path) -> None:
     (folder,) = wheel.parent.parent.glob("lib/python3*/site-packages/piecework/serve/assets")
     assert {path.name for path in folder.iterdir()} == {"list.js", "run.js", "live.js", "serve.css"}
@@ -307,6 +309,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
     assert (unknown.exit_code, unknown.stderr.startswith("error: 192.0.2.1, port 0: ")) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     completed(tmp_path / "runs" / "a")

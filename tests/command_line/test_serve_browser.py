@@ -21,6 +21,7 @@ from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 BROWSER, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.skipif(
         not (BROWSER.exists() and DRIVER.exists()),
         reason=f"no {BROWSER} and {DRIVER}: apt-get install chromium chromium-driver",

@@ -48,6 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "page"),
     [
@@ -72,6 +73,7 @@ def test_a_readers_words_lead_to_a_page(asked: str, page: str, site: Path) -> No
     assert page in {index["docnames"][at] for at in set.intersection(*places)}, words
 
 
+@pytest.mark.slow
 def test_each_system_has_a_page_and_pages_are_written_once(site: Path, tmp_path: Path) -> None:
     found = {
         path.name: (path / "index.html").read_text("utf-8") for path in (site / "systems").iterdir() if path.is_dir()

@@ -81,6 +81,7 @@ def test_sigterm_is_an_exit_that_stops_what_was_started_and_so_is_a_closed_termi
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+@pytest.mark.slow
 def test_the_command_says_how_to_go_on(tmp_path: Path) -> None:
     """Ctrl-C goes to all processes of the terminal, two workers among them."""
     sets = [

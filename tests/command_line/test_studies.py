@@ -87,6 +87,7 @@ def test_a_failure_that_is_a_result_is_not_repeated(here: Here, monkeypatch: pyt
     assert "to try it again, remove its folder and the note beside it (.json)" in again.stderr
 
 
+@pytest.mark.slow
 def test_rows_and_seeds_extend_a_study(here: Here) -> None:
     here.run("--study", "s", *TWO)
     assert here.run("--study", "s", "--seeds", "3", "--strategies", "fedprox").exit_code == 0

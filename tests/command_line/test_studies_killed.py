@@ -49,6 +49,7 @@ def outcome(run: RunDir) -> tuple[list[tuple[int, float]], dict[str, bytes]]:
     return [(each["round"], each["train_loss"]) for each in run.rounds()], {k: v.tobytes() for k, v in arrays.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_after_kill_9_a_study_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

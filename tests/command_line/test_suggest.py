@@ -138,6 +138,7 @@ def test_the_command_of_a_recommendation_has_what_has_an_effect() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_helpers_find_what_one_process_finds(demo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, *SOME)
     settings = Settings(clients=20)
@@ -162,6 +163,7 @@ def test_where_every_device_fits_the_model_federated_averaging_is_the_advice() -
     assert found["simple"]["step_bytes"] == found["simple"]["poorest_bytes"]
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_is_the_largest_that_fits() -> None:
     """Its cost is that of a plan at this batch."""
     needed = {}
@@ -178,6 +180,7 @@ def test_a_smaller_batch_is_the_largest_that_fits() -> None:
     assert "ratios" not in found["text"]
 
 
+@pytest.mark.slow
 def test_where_every_device_can_with_less_memory_that_is_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "fedavg", "fedepth")
     settings = settings_with(clients=2, strategy="fedavg")
@@ -253,6 +256,7 @@ def test_the_reason_of_a_refusal_does_not_contradict_itself() -> None:
     assert plan_system(settings, ask(settings), 0)["reason"].startswith("no device can: the one that is closest needs ")
 
 
+@pytest.mark.slow
 def test_the_advice_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "allsmall", "exclusivefl", "fedavg", "fedepth", "profl")
     call = ["plan", "--model", "convnet", "--dataset", "digits", "--suggest"]

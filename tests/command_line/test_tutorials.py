@@ -98,6 +98,7 @@ def require_within_budgets(run: RunDir) -> None:
         assert client["measured_peak"] <= client["predicted_peak"] <= client["budget"]
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own(folder: Path) -> None:
     assert [command.split()[1] for command in type_in("model", folder, *FEW, "--set=workers=1")] == [
         "plan",
@@ -109,6 +110,7 @@ def test_a_model_of_ones_own(folder: Path) -> None:
     assert any(name.startswith("atoms.0.stem.") for name in load_file(run.path / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_data_of_ones_own(folder: Path) -> None:
     commands = list(type_in("data", folder, "--set=workers=1"))
     assert sum(command.startswith("piecework run") for command in commands) == len(runs_in(folder)) == 5
@@ -120,6 +122,7 @@ def test_data_of_ones_own(folder: Path) -> None:
     assert pictures.settings()["dataset"].startswith("folder:")
 
 
+@pytest.mark.slow
 def test_devices_of_ones_own(folder: Path) -> None:
     commands = list(type_in("devices", folder, *FEW, "--set=workers=1"))
     assert [command.split()[1] for command in commands] == ["devices", "plan", "plan", "plan", "run"]
@@ -128,6 +131,7 @@ def test_devices_of_ones_own(folder: Path) -> None:
     assert [client["device"] for client in run.rounds()[0]["clients"]] == ["kitchen", "shed"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_same_run_on_one_engine_after_another(folder: Path) -> None:
     """As far as one machine goes; containers, boards and Ray have tests of their own (tests/engines)."""

@@ -119,6 +119,7 @@ def test_each_thing_that_may_change_a_cost_changes_the_key() -> None:
     assert keys == {name: made() for name, made in CALLS.items()}
 
 
+@pytest.mark.slow
 def test_keys_are_equal_in_another_process_and_of_classes_made_anew() -> None:
     """Functions and classes that are made within functions enter with what they hold, whatever their address is."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -278,6 +279,7 @@ def traced_by_a_worker(number: int) -> list[int]:
     return [recall(piece_cost, blueprint(), (0,), "head", replace(CONFIG, batch_size=s)).peak_bytes for s in sizes]
 
 
+@pytest.mark.slow
 def test_several_processes_write_at_once() -> None:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         found = list(pool.map(traced_by_a_worker, range(3)))
@@ -311,6 +313,7 @@ if __name__ == "__main__":
 PLANNED = [{}, {"strategy": "fedprophet"}, {"memory.fit": "micro-batch,recompute"}]
 
 
+@pytest.mark.slow
 def test_a_second_plan_traces_nothing(monkeypatch: pytest.MonkeyPatch, own_file: Path) -> None:
     """Nothing imports torch's compiler, without which no tensor is fake."""
 

@@ -23,6 +23,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from 
 # ---- the store
 
 
+@pytest.mark.slow
 def test_a_damaged_state_is_reported_in_the_record(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**TRIO, "strategy": "fedavg", "architecture__batch_norm": "local"}
     run_dir = run_local(tmp_path, num_rounds=2, **settings)
@@ -42,6 +43,7 @@ def test_a_damaged_state_is_reported_in_the_record(tmp_path: Path) -> None:
 # ---- memory checks off, and no memory
 
 
+@pytest.mark.slow
 def test_without_checks_a_client_trains_over_its_budget(tmp_path: Path) -> None:
     poor: dict[str, Any] = {"strategy": "fedavg", "clients_per_round": 2, "fleet": fleet_json(poor=0.5)}
     run_dir = run_local(tmp_path, memory__enforce=False, **poor)
@@ -85,6 +87,7 @@ for more in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 @linux
 def test_no_memory_left_is_a_normal_answer(tmp_path: Path) -> None:
     """A model of 45 MB needs three times as much to be trained; the process may have 130 MB more, and then 2 GB."""
@@ -180,6 +183,7 @@ print(json.dumps(figures))
 )
 
 
+@pytest.mark.slow
 @linux
 def test_a_task_imports_nothing_heavy_and_a_message_is_held_once_and_not_while_training(tmp_path: Path) -> None:
     """As in deployment: what flwr-clientapp and torch import is theirs, torch's fake tensors and rich among it.

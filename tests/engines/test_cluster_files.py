@@ -163,6 +163,7 @@ def test_other_versions_are_refused_with_both_named() -> None:
         require_same("b", software() | {"Python": "3.1.4"})
 
 
+@pytest.mark.slow
 def test_the_code_that_goes_along_is_all_of_this_package(tmp_path: Path) -> None:
     """It is imported from there, in a process that has nothing else of it."""
     collect_code(tmp_path / "code")

@@ -170,6 +170,7 @@ tasks.run_task(words, os.open(os.devnull, os.O_WRONLY))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the executor is of Linux")
 @pytest.mark.parametrize(
     ("what", "code", "why"),

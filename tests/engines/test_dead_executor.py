@@ -59,6 +59,7 @@ def pollers(launcher: int) -> list[psutil.Process]:
     return sorted((each for each in family if each.name() == "flower-superexe"), key=lambda each: each.create_time())
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Flower's own executor runs the tasks")
 def test_a_round_ends_at_the_deadline_of_a_client_whose_executor_is_dead_and_its_late_answer_counts(

@@ -100,6 +100,7 @@ def ended(launcher: "subprocess.Popen[Any]") -> bool:
     return launcher.returncode is not None
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_node_is_killed_and_started_again_then_the_launcher_is_killed(tmp_path: Path, wheel: Path) -> None:
     """SIGKILL to a SuperNode and its executor, before or while they register: both come back, and the client takes part.
@@ -223,6 +224,7 @@ disk-bandwidth = 1e7
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_from_an_empty_folder(tmp_path: Path, wheel: Path) -> None:
     """It has the packages and the presets, plans, trains, and says why it cannot; nothing of the checkout can be imported."""
     fleet, runs = tmp_path / "tiny.toml", tmp_path / "there" / "runs"
@@ -408,6 +410,7 @@ def test_python_names_a_ray_cluster_too(tmp_path: Path) -> None:
         piecework.run(ray_address="nonsense", engine="ray", nodes=2, output_dir=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [["--engine=ray"], ["--engine=deployment"], ["--superlink=127.0.0.1:9", "--insecure"]]
 )

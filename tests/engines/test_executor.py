@@ -131,6 +131,7 @@ def alone() -> Iterator[Server]:
         yield started
 
 
+@pytest.mark.slow
 def test_tasks_are_children_that_harm_nobody_and_end_with_their_parent(server: Server) -> None:
     parent = str(server.child.pid)
     poller, option = server.said("poller")
@@ -194,6 +195,7 @@ def score_of(pid: int) -> str:
     return Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii").strip()
 
 
+@pytest.mark.slow
 def test_what_forks_is_there_only_while_there_are_tasks(alone: Server) -> None:
     poller = alone.named("poller")
     assert alone.process.children() == [poller]
@@ -217,6 +219,7 @@ def test_what_forks_is_there_only_while_there_are_tasks(alone: Server) -> None:
     assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
+@pytest.mark.slow
 def test_the_executor_ends_with_the_supernode_that_started_it() -> None:
     with (
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as node,
@@ -228,6 +231,7 @@ def test_the_executor_ends_with_the_supernode_that_started_it() -> None:
         assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
+@pytest.mark.slow
 def test_a_supernode_that_starts_its_own_executor_finds_ours(tmp_path: Path) -> None:
     """With the options of Flower's: here the one that says what there are, and then the first command on PATH of that name."""
     commands = Path(sys.executable).parent

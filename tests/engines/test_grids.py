@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 CLIENTS = 3
 
 
-@pytest.fixture(scope="module", params=["this process", "workers", "ray"])
+@pytest.fixture(scope="module", params=["this process", "workers", pytest.param("ray", marks=pytest.mark.slow)])
 def grid(request: pytest.FixtureRequest) -> Iterator[OrderedGrid]:
     config = tiny_settings(strategy="fedavg", dataset=f"npz:{few_digits()}", clients=CLIENTS).to_run_config()
     kind, workers = LocalGrid, 2 if request.param == "workers" else 1

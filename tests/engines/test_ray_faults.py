@@ -32,7 +32,7 @@ from ray_helpers import (
 from piecework.server_app.records import RunDir
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 ROOM = 6 * 2**30  # bytes that are free where a test uses up memory
 
 

@@ -28,7 +28,7 @@ from ray_helpers import (
 from piecework.server_app.records import RunDir
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("strategy", ["fedepth", "fedprophet", "prism", "spafl", "local"])

@@ -26,6 +26,7 @@ def test_a_node_without_clients_waits_for_the_others() -> None:
     assert parts_of(ROUND, 4) == (4.0, 1.0, 0.5, 7.5, 7.0)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_worker_that_trains_once_answers_every_task(tmp_path: Path) -> None:
     pytest.importorskip("ray")

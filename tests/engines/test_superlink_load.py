@@ -30,6 +30,7 @@ def test_a_row_has_the_figures_and_what_cost_answers() -> None:
     assert row(FOUND | {"rounds": 0}).split() == ["100", "no", "round", "ended"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_no_answer_is_lost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--nodes", "6", "--rounds", "2", "--arrays", "2", "--bytes", "1000", "--json"]

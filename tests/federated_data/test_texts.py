@@ -128,6 +128,7 @@ def test_imdbs_reviews_divided_anew(tmp_path: Path) -> None:
     assert PUBLISHED["imdb-pooled"][2] == 50_000 * 3 / 4 == 100 * 375  # PriSM's examples of 100 clients
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (REAL / "imdb").is_dir(), reason="IMDB's reviews are not there (PIECEWORK_DATA)")
 def test_the_real_reviews(tmp_path: Path) -> None:
     data = prepared("imdb", tmp_path, REAL)
@@ -227,6 +228,7 @@ TOKENS |= {
 }
 
 
+@pytest.mark.slow
 def test_prism_learns_tokens(tmp_path: Path) -> None:
     """Each client holds a half of the recurrent kernels; what the classes are is plain from the numbers."""
     changes = TOKENS | {

@@ -50,6 +50,7 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.tensor(ROWS).view(-1, 1, 1, 4) / 255, torch.tensor(LABELS)
 
 
+@pytest.mark.slow
 def test_linear_model_by_hand() -> None:
     pytest.importorskip("torchattacks")
     rows = np.array(ROWS, dtype=np.uint8)[:, None, :, None]
@@ -74,6 +75,7 @@ def test_linear_model_by_hand() -> None:
     assert found.seconds > 0
 
 
+@pytest.mark.slow
 def test_images_of_three_channels() -> None:
     """The same as by hand, with each pixel in three channels of a third of the weight."""
     pytest.importorskip("torchattacks")

@@ -111,6 +111,7 @@ SIMULATED = {
 }
 
 
+@pytest.mark.slow
 def test_a_slow_round_of_a_client_is_late_and_a_resumed_run_knows_its_pace(tmp_path: Path) -> None:
     run = run_local(tmp_path / "unbroken", num_rounds=6, **SIMULATED)
     records = run.rounds()
@@ -200,6 +201,7 @@ def run_with_one_down(tmp_path: Path, grids: Any, monkeypatch: pytest.MonkeyPatc
     return run_local(tmp_path, grids(Down, first=first, up=up), **settings | {"faults__deadline_factor": 3.0} | changes)
 
 
+@pytest.mark.slow
 def test_a_client_that_is_down_does_not_hold_its_round(
     tmp_path: Path, grids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +299,7 @@ class Dead(RecordingGrid):
         return super().pull_messages(ids) if ids else []
 
 
+@pytest.mark.slow
 def test_a_late_client_is_not_asked_for_batch_norms_after_the_last_round(
     tmp_path: Path, grids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ EVERYTHING = Counter((client, unit) for client in range(3) for unit in FROZEN)
 # ---- on the grid
 
 
+@pytest.mark.slow
 def test_sent_once_and_the_same_as_sending_everything(tmp_path: Path, grids: Any) -> None:
     run_dir, grid = run(tmp_path / "hashes", grids, num_rounds=3, evaluation__on_clients_every=1)
     whole, _ = run(tmp_path / "whole", grids, num_rounds=3, evaluation__on_clients_every=1, strategy="tail:WholeTail")

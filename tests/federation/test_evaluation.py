@@ -242,6 +242,7 @@ def test_evaluation_uses_all_cores_or_as_many_as_the_user_allows(monkeypatch: py
     assert (threads(), torch.get_num_threads()) == (3, before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the heap is tuned on glibc only")
 def test_the_heap_keeps_what_is_freed_while_the_server_evaluates_and_gives_it_back_after() -> None:
     code = """if True:

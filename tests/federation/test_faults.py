@@ -140,6 +140,7 @@ def test_fedepth_gives_a_smaller_piece_after_a_crash(tmp_path: Path, grids: Any)
     assert second["measured_peak"] <= second["budget"]
 
 
+@pytest.mark.slow
 def test_a_width_that_a_fleet_fixes_is_not_taken_away_by_a_crash(tmp_path: Path, grids: Any) -> None:
     """There is no smaller one to fall back to."""
     fleet = fleet_json({"board": 1.0}, board=1.2)
@@ -191,6 +192,7 @@ def test_min_clients(tmp_path: Path, grids: Any) -> None:
     assert run.load_checkpoint() is None
 
 
+@pytest.mark.slow
 def test_a_restart_does_not_make_an_aborted_run_complete(tmp_path: Path) -> None:
     values = {"strategy": "fedavg", "fleet": fleet_json(board=0.5), "output_dir": str(tmp_path), **TRIO}
     settings = tiny_settings(**values | {"dataset": "digits"})

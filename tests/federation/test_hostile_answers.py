@@ -13,6 +13,7 @@ from piecework.training.methods import METHODS
 ANSWERS = 2000  # of all systems together
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", METHODS)
 def test_no_answer_of_a_client_ends_a_run_or_spoils_its_records(strategy: str, tmp_path: Path) -> None:
     assert attack(strategy, tmp_path, -(-ANSWERS // len(METHODS))) * len(METHODS) >= ANSWERS

@@ -83,6 +83,7 @@ def by_hand(run: RunDir, grid: RecordingGrid, server_round: int, before: dict[st
     return {n: t / weights for n, t in total.items()}
 
 
+@pytest.mark.slow
 def test_the_answers_of_emulated_clients_arrive_on_their_clock(tmp_path: Path, grids: Any) -> None:
     grid = grids(RecordingGrid)
     run = run_local(tmp_path / "unbroken", grid, **LATE)
@@ -122,6 +123,7 @@ def test_what_is_too_old_is_dropped(tmp_path: Path) -> None:
     assert {name.split("/")[1] for name in checkpoint.kept if name.startswith("late/")} <= {"5"}
 
 
+@pytest.mark.slow
 def test_a_strategy_that_trains_pieces_accepts_late_answers(tmp_path: Path) -> None:
     run = run_local(tmp_path / "unbroken", **LATE | {"strategy": "fedepth", "num_rounds": 3})
     assert any(record["late_used"] for record in run.rounds())
@@ -157,6 +159,7 @@ def arriving(tmp_path: Path, grids: Any, monkeypatch: pytest.MonkeyPatch, **chan
     return run_local(tmp_path, grid, **settings | changes), grid.last
 
 
+@pytest.mark.slow
 def test_an_answer_that_arrives_late_is_used(tmp_path: Path, grids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run, grid = arriving(tmp_path, grids, monkeypatch)
     records = run.rounds()

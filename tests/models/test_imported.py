@@ -70,6 +70,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_atoms_compute_and_learn_what_the_module_does(name: str) -> None:
     """Outputs in both modes, gradients and running statistics, bit by bit."""
@@ -203,6 +204,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", SYSTEMS)
 def test_systems_train_it_within_their_budgets(tmp_path: Path, strategy: str) -> None:
     changes = {"model": name_of("net"), "strategy": strategy, "training__local_iterations": 2, "num_rounds": 1}
@@ -249,6 +251,7 @@ NARROWED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NARROWED)
 def test_a_narrow_one_is_a_choice_of_channels(name: str) -> None:
     """Where the full model's other channels are zero behind each layer, the narrow model computes what the full one does."""

@@ -157,6 +157,7 @@ def test_a_run_outlives_its_data(tmp_path: Path) -> None:
     assert piecework.load(run.path).predict(data.test_inputs[:5]).classes.shape == (5,)
 
 
+@pytest.mark.slow
 def test_a_narrow_residual_model_can_be_trained_further(tmp_path: Path) -> None:
     """On some CPUs, torch would damage memory in the gradients of its shortcuts of 4 channels."""
     changes: dict[str, Any] = {"model": "preresnet20", "architecture__width": 0.25, "num_rounds": 1}

@@ -142,6 +142,7 @@ def test_stages_of_fedprophet_and_profl() -> None:
     assert found["level"] == ""
 
 
+@pytest.mark.slow
 def test_widths() -> None:
     fleet = fleet_json(small=0.6)
     found = found_for(fleet, strategy="heterofl")

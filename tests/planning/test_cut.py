@@ -189,6 +189,7 @@ REFUSED = {
 SAME_CUT = {"exclusivefl", "jfat", "fedrolex", "feddrop"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [name for name in METHODS if name not in SAME_CUT])
 @pytest.mark.parametrize("name", ONE_A_FAMILY)
 def test_every_system_cuts_every_model_or_says_why_not(strategy, name) -> None:

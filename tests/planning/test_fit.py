@@ -37,6 +37,7 @@ def costs_of(name: str, batch_norm: str = "running") -> tuple[CostModel, Part]:
     return CostModel(a_training_config(16), None, blueprint), whole_model(blueprint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnet", "lenet5", "cnn3"])
 def test_segments_are_optimal(name: str) -> None:
     """Beside all choices there are, each traced: none that fits takes fewer FLOPs."""
@@ -82,6 +83,7 @@ def test_the_preferred_way_is_tried_first() -> None:
     assert cheapest(costs, part, budget, ()) is None
 
 
+@pytest.mark.slow
 def test_norms_and_activations_again_alone_and_with_segments() -> None:
     """The fastest step has the fewest segments beside norms and activations, which count no FLOPs."""
     costs, part = costs_of("convnet")
@@ -100,6 +102,7 @@ def test_norms_and_activations_again_alone_and_with_segments() -> None:
     assert best == costs.trace(found).flops < costs.trace(alone).flops
 
 
+@pytest.mark.slow
 def test_ways_together_take_no_more_than_some_of_them() -> None:
     """The fewest bytes here need segments alone: those chosen with norms and activations computed again take more."""
     blueprint = blueprint_of("vgg16", width=0.125, batch_norm="running")
@@ -132,6 +135,7 @@ def test_no_micro_batch_of_one_example_for_a_batch_norm() -> None:
 POOR = TRIO | {"strategy": "fedavg", "fleet": fleet_json(poor=0.9), "num_rounds": 2}
 
 
+@pytest.mark.slow
 def test_small_devices_train_the_whole_model_exactly(tmp_path: Path) -> None:
     """Nine tenths of the memory: nobody could train. Recomputing, all do, and the model is that of large devices."""
     rich = run_local(tmp_path / "rich", **POOR | {"fleet": "unlimited"})

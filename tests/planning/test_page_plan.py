@@ -153,6 +153,7 @@ def test_the_planner_beside_all_pages(name: str) -> None:
     assert cheapest(costs, part, least - 1, ("page",)) is None
 
 
+@pytest.mark.slow
 def test_the_fastest_of_all_ways_fits_and_is_not_slower_than_any_alone() -> None:
     costs, part = costs_of("lenet5")
     full, least = costs.bytes(part), costs.bytes(smallest(costs, part, ALL))
@@ -173,6 +174,7 @@ def test_the_fastest_of_all_ways_fits_and_is_not_slower_than_any_alone() -> None
                 assert seconds_of(costs, found, BOARD) <= seconds_of(costs, alone, BOARD)
 
 
+@pytest.mark.slow
 def test_advice_is_for_the_poorest_device_that_can_with_its_own_speed() -> None:
     """What pages are the fastest depends on the disk, and on the processor that reads while it computes."""
     costs, part = costs_of("lenet5")

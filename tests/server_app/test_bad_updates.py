@@ -232,6 +232,7 @@ def a_round(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], t
         yield again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_update_is_dropped_with_its_reason(a_round: Any, kind: str) -> None:
     tamper, reason = BAD[kind]
@@ -274,6 +275,7 @@ def test_a_bad_evaluation_is_dropped(a_round: Any, spoil: Callable[[Message], Me
     assert result["val-accuracy"] == pytest.approx(sum(r["val-accuracy"] * r["val-examples"] for r in rows) / total)
 
 
+@pytest.mark.slow
 def test_momentum_is_compared_layer_by_layer(tmp_path: Path, grids: Any) -> None:
     """What one layer's momentum hides among that of all would throw every honest client off in the next round."""
     poison = put("momentum_atoms.0.bn.bias", lambda array: array + np.float32(10))

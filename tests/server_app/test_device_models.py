@@ -72,6 +72,7 @@ def with_scaler(model: PieceModel, small: Blueprint) -> PieceModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "select"), [("heterofl", take_first), ("fedrolex", rolling(2))])
 def test_each_ratio_is_a_net_with_its_scaler(tmp_path: Path, strategy: str, select: Select) -> None:
     """The first channels, or the window that FedRolex trained last, in round 2."""
@@ -85,6 +86,7 @@ def test_each_ratio_is_a_net_with_its_scaler(tmp_path: Path, strategy: str, sele
     assert len({each["accuracy"] for each in expected.values()}) > 1
 
 
+@pytest.mark.slow
 def test_clients_measure_the_norms_of_each_net(tmp_path: Path) -> None:
     """Those of the last round. The statistics of the net of 4 of 16 channels, pooled by hand, give its accuracy."""
     run = run_local(tmp_path, RecordingGrid, **RUN | {"strategy": "heterofl", "architecture__batch_norm": "static"})
@@ -109,6 +111,7 @@ def statistics_of(reply: Message) -> Arrays:
     return found if all("running" in name or "tracked" in name for name in found) else {}
 
 
+@pytest.mark.slow
 def test_a_device_runs_as_many_base_nets_as_it_trains(tmp_path: Path) -> None:
     fleet = fleet_json(rich=0.85, poor=0.45)
     run = run_local(tmp_path, **RUN | {"strategy": "splitmix", "splitmix__width_ratio": 0.25, "fleet": fleet})
@@ -122,6 +125,7 @@ def test_a_device_runs_as_many_base_nets_as_it_trains(tmp_path: Path) -> None:
     assert run.models() == expected
 
 
+@pytest.mark.slow
 def test_a_device_runs_the_blocks_that_it_trains(tmp_path: Path) -> None:
     """And predicts by the mean of their exits. A device that cannot train the first block has no model."""
     fleet = fleet_json(rich=1.8, some=1.3, none=0.2)

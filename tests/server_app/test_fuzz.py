@@ -31,6 +31,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fedepth", "heterofl", "profl"])
 def test_a_client_answers_every_message_and_true_ones_as_before(strategy: str, tmp_path: Path, watch: Watch) -> None:
     client = Client(strategy, tmp_path, watch)
@@ -41,6 +42,7 @@ def test_a_client_answers_every_message_and_true_ones_as_before(strategy: str, t
     assert client.came["error"] > 0
 
 
+@pytest.mark.slow
 def test_an_impossible_task_is_named(tmp_path: Path, watch: Watch) -> None:
     client = Client("fedpm", tmp_path, watch)
     message = next(each for each in map(pickle.loads, client.true) if each.metadata.message_type == "train")
@@ -51,6 +53,7 @@ def test_an_impossible_task_is_named(tmp_path: Path, watch: Watch) -> None:
     assert said.startswith("TaskError: task 'fedpm' of round 1 cannot be carried out: "), said
 
 
+@pytest.mark.slow
 def test_harm_of_a_message_is_seen(tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of Python's own, a file beside the store, and another answer to a true message."""
     client = Client("fedavg", tmp_path, watch)

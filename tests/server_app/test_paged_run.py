@@ -33,6 +33,7 @@ def kill_and_resume(folder: Path, points: list[str]) -> list[tuple[str, int, Run
     return found
 
 
+@pytest.mark.slow
 def test_boards_that_page_come_to_the_model_of_large_ones(tmp_path: Path) -> None:
     """In every round, and after a kill in the middle of a page; the records say what went to the disk and back."""
     large = run_local(tmp_path / "large", **PAGED | {"fleet": "unlimited"})
@@ -67,6 +68,7 @@ def test_ten_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
             assert (record["accuracy"], record["loss"]) == (other["accuracy"], other["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norms", ["measured", "static"])
 def test_statistics_that_are_measured_after_paged_steps(tmp_path: Path, norms: str) -> None:
     """Two clients at a time, with their stores in one folder."""

@@ -41,6 +41,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run_local(folder, **COSINE, num_rounds=4, training__lr_rounds=4, resume_from=str(run.path))
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended_only_with_a_longer_plan(extended: RunDir) -> None:
     # cosines over 2 rounds, then over 4: 0.1 (1 + cos x) / 2 for x = 0, pi/2; pi/2, 3 pi/4
     rates = [record["lr"] for record in extended.rounds()]

@@ -48,6 +48,7 @@ def spoil(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["arrays.safetensors", "state.json", "manifest.json"])
 def test_a_damaged_checkpoint_is_passed_over(
     run: RunDir, finished: RunDir, file: str, caplog: pytest.LogCaptureFixture
@@ -108,6 +109,7 @@ def test_a_damaged_line_is_named_and_what_stands_before_it_is_recovered(
     assert run.summary()["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_damaged_files_of_several_times_are_all_kept(run: RunDir) -> None:
     for number in (1, 2):
         run.rounds_file.write_bytes(b"\n".join([*lines(run)[:2], b"%d" % number, b""]))
@@ -158,6 +160,7 @@ def test_readers_name_a_damaged_document(run: RunDir, name: str) -> None:
 # ---- a full disk
 
 
+@pytest.mark.slow
 def test_a_run_that_met_a_full_disk_says_where_and_goes_on(
     finished: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,6 +51,7 @@ def results(run: RunDir) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_evaluation_on_clients_changes_nothing(tmp_path: Path) -> None:
     settings = MUTUAL | {"architecture__batch_norm": "local", "num_rounds": 3}
     without = run_local(tmp_path / "without", **settings)
@@ -71,6 +72,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, kind: str) -> None:
     assert results(unbroken) == results(resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["companion", "batch-norm"])
 def test_what_clients_remember_matters(tmp_path: Path, what: str) -> None:
     """Else the test above would prove nothing about the clients' state."""
@@ -114,6 +116,7 @@ PRIVATE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, PRIVATE], ids=["plain", "private"])
 def test_a_killed_run_resumes_to_the_unbroken_one(tmp_path: Path, more: dict[str, Any]) -> None:
     """One process runs as often as there are points, and each run is killed with SIGKILL at its point."""

@@ -120,6 +120,7 @@ def test_partial_training_leaves_out_or_dilutes(tmp_path: Path) -> None:
     assert differ == {"atoms.1.conv.weight", "atoms.1.bn.weight", "atoms.1.bn.bias"}
 
 
+@pytest.mark.slow
 def test_number_of_workers_does_not_matter(tmp_path: Path) -> None:
     settings = {"num_rounds": 2, "fleet": "demo", "clients_per_round": 4, "data__partition": "dirichlet"}
     one = run_local(tmp_path / "one", workers=1, **settings)
@@ -184,6 +185,7 @@ def test_the_demo_keeps_to_its_budgets_and_predictions(tmp_path: Path) -> None:
     assert run.summary()["max_peak_over_budget"] == peak <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fedavg", "m-fedepth"])
 def test_devices_that_measure_themselves(tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`device = "auto"`: the budget is free memory less the reserve, and every reply has the free memory before its task."""

@@ -64,6 +64,7 @@ def test_a_second_process_names_the_first_and_changes_nothing(tmp_path: Path) ->
     assert [record["round"] for record in run.rounds()] == [1, 2]
 
 
+@pytest.mark.slow
 def test_two_commands_cannot_resume_one_run(tmp_path: Path) -> None:
     run = run_local(tmp_path, strategy="fedavg", clients=3, clients_per_round=0)
     call = [sys.executable, "-m", "piecework.cli", "run", "--json", "--set", f"resume-from={run.path}"]

@@ -153,6 +153,7 @@ def healthy(port: int, authority: Path) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_stranger_is_refused(federation: Federation) -> None:
     """A real SuperNode whose key was never registered."""
@@ -190,6 +191,7 @@ REFUSED: dict[str, tuple[str | None, str | None, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_node_is_refused(federation: Federation, name: str) -> None:
@@ -209,6 +211,7 @@ def test_a_node_is_refused(federation: Federation, name: str) -> None:
     client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_revoked_node_is_thrown_out_for_good(federation: Federation) -> None:
     federation.node("node-1", *federation.trust, *federation.key("node-1"))
@@ -226,6 +229,8 @@ def test_a_revoked_node_is_thrown_out_for_good(federation: Federation) -> None:
     assert "[code: 2004] Failed to activate SuperNode" in federation.says("node-1-again")
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.processes
 def test_nobody_pulls_for_another_node(federation: Federation) -> None:
     """A stranger's own program, which skips what a SuperNode asks first and names the id of a node that is online."""
@@ -237,6 +242,8 @@ def test_nobody_pulls_for_another_node(federation: Federation) -> None:
     client.close()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(("ahead", "heard"), [(3.0, True), (15.0, False), (-290.0, True), (-306.0, False)])
 def test_clocks(federation: Federation, monkeypatch: pytest.MonkeyPatch, ahead: float, heard: bool) -> None:
@@ -254,6 +261,7 @@ def test_clocks(federation: Federation, monkeypatch: pytest.MonkeyPatch, ahead: 
     client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("serves", "options"),
@@ -270,6 +278,7 @@ def test_an_executor_without_the_secret_gets_no_task(federation: Federation, ser
     assert federation.says(serves).count(refusal) == before + 1
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_run_reaches_the_registered_node_alone(federation: Federation, tmp_path: Path) -> None:
     """Everybody else is still there, or was refused. And the round is the same in processes as in this one."""

@@ -74,6 +74,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return run_local(tmp_path_factory.mktemp("served"), **settings)
 
 
+@pytest.mark.slow
 def test_an_example_gets_the_same_answer_in_any_company(finished: RunDir) -> None:
     model, data = piecework.load(finished.path), digits()
     images = torch.tensor(data.test_inputs[:60]).permute(0, 3, 1, 2)
@@ -88,6 +89,7 @@ def test_an_example_gets_the_same_answer_in_any_company(finished: RunDir) -> Non
     torch.testing.assert_close(by_class, together)
 
 
+@pytest.mark.slow
 def test_central_evaluation_reports_the_served_model(finished: RunDir) -> None:
     model, data = piecework.load(finished.path), digits()
     found = model.predict(data.test_inputs).classes.numpy()
@@ -243,6 +245,7 @@ def test_static_norms_are_those_of_all_clients(tmp_path: Path, grids: Any, chang
         assert (found == data.test_labels[:100]).mean() == pytest.approx(run.rounds()[-1]["accuracy"])
 
 
+@pytest.mark.slow
 def test_what_was_measured_survives_a_resume(tmp_path: Path) -> None:
     settings = TRIO | WIDTH | {"num_rounds": 2}
     whole = run_local(tmp_path / "whole", **settings)

@@ -10,6 +10,7 @@ from benchmarks.soak import Soak
 ROUNDS, KILLED = 30, 20
 
 
+@pytest.mark.slow
 def test_a_run_with_faults_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()

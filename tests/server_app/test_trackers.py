@@ -62,6 +62,7 @@ def require_one_curve(found: Curves, run: RunDir, *, rel: float = 0) -> None:
     assert [value for _, value in found[f"answered_by_device/{device}"]] == [3] * 4
 
 
+@pytest.mark.slow
 def test_tensorboard_has_one_curve_of_a_run_that_was_killed_twice(killed_twice: RunDir) -> None:
     found, hidden = tensorboard_curves(killed_twice.path / "tensorboard")
     require_one_curve(found, killed_twice, rel=1e-6)  # float32
@@ -69,6 +70,7 @@ def test_tensorboard_has_one_curve_of_a_run_that_was_killed_twice(killed_twice: 
     assert hidden == 1, "round 2 was written twice, and the first is void"
 
 
+@pytest.mark.slow
 def test_mlflow_has_one_run_and_one_curve_of_a_run_that_was_killed_twice(killed_twice: RunDir) -> None:
     (run,) = mlflow_curves(killed_twice.path.parent / "mlflow.db")
     require_one_curve(run.curves, killed_twice)
@@ -78,6 +80,7 @@ def test_mlflow_has_one_run_and_one_curve_of_a_run_that_was_killed_twice(killed_
     assert run.curves["summary/best_accuracy"] == [(4, max(r["accuracy"] for r in killed_twice.rounds()))]
 
 
+@pytest.mark.slow
 def test_wandb_has_one_folder_and_one_curve_of_a_run_that_was_killed_twice(killed_twice: RunDir) -> None:
     (run,) = wandb_curves(killed_twice.path / "wandb")
     require_one_curve(run.curves, killed_twice)
@@ -86,6 +89,7 @@ def test_wandb_has_one_folder_and_one_curve_of_a_run_that_was_killed_twice(kille
     assert first == last == run.name
 
 
+@pytest.mark.slow
 def test_trackio_has_one_run_and_one_curve_of_a_run_that_was_killed_twice(killed_twice: RunDir) -> None:
     (run,) = trackio_curves(killed_twice.path.parent / "trackio")
     require_one_curve(run.curves, killed_twice)
@@ -128,6 +132,7 @@ class FullFromRound2(Callback):
         return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"), [("tensorboard", "OSError: [Errno 27] File too large"), ("mlflow", "(sqlite3.OperationalError) ")]
 )
@@ -182,6 +187,7 @@ def test_a_wrong_name_is_refused_with_the_settings(track: str, said: str) -> Non
     assert str(caught.value) == f"run.track = {track!r}: {said}"
 
 
+@pytest.mark.slow
 def test_no_library_is_imported_unless_it_is_asked_for() -> None:
     code = (
         "import sys; from piecework.server_app import callbacks; from piecework.training.settings import Settings;"

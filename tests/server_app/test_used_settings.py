@@ -129,6 +129,7 @@ def test_a_given_setting_of_another_method_is_refused(tmp_path: Path) -> None:
         settings_from(str(tmp_path / "mine.toml"), [])
 
 
+@pytest.mark.slow
 def test_a_suggestion_gives_each_system_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     some = ("allsmall", "fedavg", "prism", "spafl")
     monkeypatch.setattr("piecework.plans.suggest.METHODS", {name: METHODS[name] for name in some})

@@ -78,6 +78,7 @@ def peaks_of(run: RunDir) -> list[tuple[str, dict[str, int]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", CASES)
 def test_evaluation_takes_what_was_predicted(tmp_path: Path, strategy: str) -> None:
     tight, further = CASES[strategy]

@@ -55,6 +55,7 @@ def steps(run: RunDir) -> set[str]:
     return {client["step"] for record in run.rounds() for client in record["clients"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", CASES)
 def test_more_fits_the_same_budget(tmp_path: Path, strategy: str) -> None:
     memory, fit, before, after = CASES[strategy]
@@ -67,6 +68,7 @@ def test_more_fits_the_same_budget(tmp_path: Path, strategy: str) -> None:
     assert steps(fitted) != {""}
 
 
+@pytest.mark.slow
 def test_splitmix_trains_all_nets(tmp_path: Path) -> None:
     settings = settings_of("splitmix", 0.6)
     assert set(map(len, trained(run_local(tmp_path / "plain", **settings)))) == {5}
@@ -84,6 +86,7 @@ def test_feddf_trains_the_largest_model(tmp_path: Path) -> None:
     assert steps(fitted) == {"recomputes 1 atom"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "memory", "fit", "step"),
     [
@@ -104,6 +107,7 @@ def test_a_whole_model_that_did_not_fit(tmp_path: Path, strategy: str, memory: f
     assert steps(fitted) == {step}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fit", ["micro-batch", "recompute"])
 def test_fedprophet_has_fewer_modules(tmp_path: Path, fit: str) -> None:
     """Later stages read features behind the modules before; clients measure how far attacks move these, and validate."""
@@ -116,6 +120,7 @@ def test_fedprophet_has_fewer_modules(tmp_path: Path, fit: str) -> None:
     assert steps(fitted) == {"", "micro-batches of 8" if fit == "micro-batch" else "recomputes 2 atoms"}
 
 
+@pytest.mark.slow
 def test_profl_keeps_its_blocks(tmp_path: Path) -> None:
     """Without the ways its steps are too large for every client, and each atom becomes a block."""
     settings = settings_of("profl", 0.78, profl__stage_rounds=1, profl__shrinking=False, num_rounds=3)
@@ -126,6 +131,7 @@ def test_profl_keeps_its_blocks(tmp_path: Path) -> None:
     assert steps(fitted) == {"", "recomputes 1 atom"}
 
 
+@pytest.mark.slow
 def test_jfat_does_not_swap_what_fits(tmp_path: Path) -> None:
     settings = settings_of("jfat", 0.75, attack__steps=2, evaluation__attack_steps=2)
     swapped = run_local(tmp_path / "plain", **settings).rounds()[0]["clients"]

@@ -35,6 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", RUNS)
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, strategy: str) -> None:
     """A copy of the run loses its end and its last checkpoint, and makes the second round again."""

@@ -29,6 +29,7 @@ FAMILY = {"model": "resnet10", "architecture__width": 0.125, "feddf__family": "c
 MORE: dict[str, dict[str, Any]] = {"fedet": FAMILY, "profl": {"profl__stage_rounds": 1}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", sorted(set(BY_TRAINER.values()) - {"fedpm"}))
 def test_a_tiny_bound_holds_all_parameters(tmp_path: Path, strategy: str) -> None:
     """A step of rate 1 without it moves some parameter by more than a thousandth."""
@@ -41,6 +42,7 @@ def test_a_tiny_bound_holds_all_parameters(tmp_path: Path, strategy: str) -> Non
         assert np.abs(after[name] - before[name]).max() < 1e-7, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", sorted(set(BY_TRAINER.values()) - {"fedpm"}))
 def test_adams_first_step_is_as_long_as_the_rate(tmp_path: Path, strategy: str) -> None:
     """m / sqrt(v) is g / |g| then, whatever the gradient's size."""

@@ -29,6 +29,7 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [name for name, entry in METHODS.items() if entry.can.other_norms])
 def test_every_system_trains_group_norms(tmp_path: Path, strategy: str) -> None:
     settings = TRIO | {"strategy": strategy, "fleet": "unlimited", "architecture__norm": "group"}
@@ -54,6 +55,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run_local(tmp_path_factory.mktemp("pretrained"), **TRIO | {"strategy": "fedavg", "fleet": "unlimited"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["group", "frozen"])
 def test_micro_batches_train_the_same_model(tmp_path: Path, pretrained: RunDir, norm: str) -> None:
     settings = TRIO | {"strategy": "fedavg", "architecture__norm": norm, "num_rounds": 2}

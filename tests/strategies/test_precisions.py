@@ -10,6 +10,8 @@ from zoo_helpers import blueprint_of
 
 from piecework.server_app.records import RunDir
 
+pytestmark = pytest.mark.slow
+
 
 def run_of(tmp_path: Path, **changes: Any) -> RunDir:
     settings = TRIO | {"fleet": fleet_json(poor=0.6), "training__momentum": 0.9, "num_rounds": 2}

@@ -106,6 +106,7 @@ def distance(one: PrivateMean, other: PrivateMean) -> float:
     return float(np.sqrt(sum(np.square(a - b).sum() for a, b in pairs)))
 
 
+@pytest.mark.slow
 def test_one_client_moves_the_sum_by_the_clip_at_most_and_the_divisors_not_at_all(target: Target) -> None:
     without, _, _ = target.play("absent")
     found = {lie: target.play(lie) for lie in ("", "huge", "not a number")}
@@ -118,6 +119,7 @@ def test_one_client_moves_the_sum_by_the_clip_at_most_and_the_divisors_not_at_al
     assert distance(found[""][0], without) > 0
 
 
+@pytest.mark.slow
 def test_nothing_that_an_honest_client_trained_is_left_out(target: Target) -> None:
     """What it sends of the model, but counts, is what is expected of it; the rest it did not change."""
     target.play("")
@@ -131,6 +133,7 @@ def test_nothing_that_an_honest_client_trained_is_left_out(target: Target) -> No
             assert name in expected or name.endswith((".rows", "num_batches_tracked")), name
 
 
+@pytest.mark.slow
 def test_a_round_moves_the_model_if_nobody_answers_and_says_nothing_of_who_did(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +146,7 @@ def test_a_round_moves_the_model_if_nobody_answers_and_says_nothing_of_who_did(
     assert record["train_loss"] is None
 
 
+@pytest.mark.slow
 def test_no_figure_of_a_clients_data_is_told_but_how_much_it_went_through(target: Target) -> None:
     target.play("")
     for (_, kind, _, _), content in target.grid._true.items():
@@ -161,6 +165,7 @@ DIGITS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_unbroken_one_and_has_spent_as_much(tmp_path: Path) -> None:
     settings = DIGITS | {"strategy": "fedepth", "fleet": "demo", "privacy__seed": 9}
     whole = run_local(tmp_path / "whole", **settings)
@@ -173,6 +178,7 @@ def test_a_resumed_run_is_the_unbroken_one_and_has_spent_as_much(tmp_path: Path)
     assert spent[0] == spent[1] == sorted(set(spent[0]))
 
 
+@pytest.mark.slow
 def test_who_takes_part_and_the_noise_are_secret(tmp_path: Path) -> None:
     """Two runs of equal settings, which without privacy would be equal to the bit."""
     runs = [run_local(tmp_path / name, **DIGITS | {"num_rounds": 2}) for name in ("one", "other")]
@@ -187,6 +193,7 @@ def test_who_takes_part_and_the_noise_are_secret(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in holding)
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_its_limit_is_spent_and_is_evaluated(tmp_path: Path) -> None:
     """Noise of 2, q = 1/4 and delta = 20^-1.1: four rounds spend 0.38, and a fifth would bring that to 0.45."""
     run = run_local(tmp_path, **DIGITS | {"num_rounds": 9, "privacy__epsilon": 0.4, "evaluation__every": 0})

@@ -118,6 +118,7 @@ print(torch.cuda.is_initialized(), [m for m in ("torch._dynamo", "sympy") if m i
 """
 
 
+@pytest.mark.slow
 def test_without_an_accelerator_nothing_of_cuda_is_touched(tmp_path: Path) -> None:
     tasks = []
     for precision in ("float32", "bfloat16"):
@@ -204,6 +205,7 @@ FEDRBN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

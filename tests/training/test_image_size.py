@@ -175,6 +175,7 @@ def accuracy(run: RunDir) -> float:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fedavg", "fedepth", "fedprophet", "spafl"])
 def test_plan_peaks_evaluation_and_the_saved_model_agree(strategy: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"strategy": strategy, "evaluation__on_clients_every": 1, "num_rounds": 2} | SIZED

@@ -109,6 +109,7 @@ def test_gradients_are_those_of_the_plain_step(name: str) -> None:
             assert same(gradients, found, accuracy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPED)
 def test_group_norms_do_not_mind_micro_batches(name: str) -> None:
     """In training mode, but without dropout; the bytes are the traced ones, too."""
@@ -139,6 +140,7 @@ def test_gradients_under_attack(name: str, norm: Any) -> None:
         assert same(gradients, found, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["preresnet20", pytest.param("lstm-imdb", marks=MODELLED_CPU), "vit"])
 def test_gradients_in_bfloat16(name: str) -> None:
     """The second forward pass is in bfloat16 too."""
@@ -151,6 +153,7 @@ def test_gradients_in_bfloat16(name: str) -> None:
         require_traced(blueprint, replace(a_training_config(6, precision="bfloat16"), **fit))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", [None, Attack("linf", 0.1, 0.05, 2)])
 @pytest.mark.parametrize("name", ["convnet", "lenet5", "lstm-imdb", "preresnet20", "vgg11", "vit"])
 def test_a_traced_step_is_the_real_one(name: str, attack: Attack | None) -> None:

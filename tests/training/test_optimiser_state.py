@@ -184,6 +184,7 @@ def test_one_parameter_is_in_float32_at_once(kind: str) -> None:
     assert 4 * moments * count < peaks[1] - kept < 4 * moments * count + 16 * CHUNK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("resnet18", "sgd"), ("vgg11", "adamw"), ("deit-tiny", "adam")])
 @pytest.mark.parametrize("state", ["bfloat16", "8-bit"])
 def test_a_traced_step_is_the_real_one(name: str, kind: str, state: str) -> None:

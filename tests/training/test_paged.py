@@ -171,6 +171,7 @@ def require_traced(blueprint: Blueprint, config: TrainingConfig, found: Trained)
     assert found.moved[1:] == [(cost.bytes_read, cost.bytes_written, cost.accesses, cost.writes)] * (STEPS - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_A_FAMILY)
 def test_every_family(name: str, tmp_path: Path) -> None:
     require_same(blueprint_of(name, **NARROW[name] | {"batch_norm": "running"}), a_training_config(BATCH), tmp_path)
@@ -210,6 +211,7 @@ def test_fewer_examples_than_a_batch(micro_batch: int, tmp_path: Path) -> None:
     assert found.peak <= paged_cost(blueprint, tuple(range(len(blueprint.atoms))), "head", fitted).peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_config(case: str, tmp_path: Path) -> None:
     name, changes = CASES[case]

@@ -106,6 +106,7 @@ def test_exits_of_resnet18() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_clients_train_as_deep_as_they_can(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SMALL)
     for record in run_dir.rounds():
@@ -162,6 +163,7 @@ def test_feddyn_on_both_sides(tmp_path: Path) -> None:
         np.testing.assert_allclose(h, -0.1 * (trained - before[name]), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "share"), [("depthfl", 0.47), ("exclusivefl", 0.08)])
 def test_participation_of_the_papers_devices(strategy: str, share: float) -> None:
     """ProFL's Table 1, of its 100 devices by its authors' memory."""
@@ -225,6 +227,7 @@ def test_the_papers_memory_counts_no_classifiers(depth: int, megabytes: int) -> 
     assert cut.bytes(cut.depth(depth)) == megabytes * 10**6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shares"), [("resnet34", (0.0, 0.31)), ("vgg11", (0.36, 0.43)), ("vgg16", (0.0, 0.37))]
 )

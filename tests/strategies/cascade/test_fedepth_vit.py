@@ -61,6 +61,7 @@ def cut_of(shape: tuple[int, int, int], patch: int) -> FeDepthCut:
     return FeDepthCut(blueprint, cost_model_for(settings, blueprint), settings, method=FeDepth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "patch"), [((1, 28, 28), 7), ((3, 224, 224), 16)])
 def test_the_fleet_makes_groups_of_2_4_6_and_12_encoders(shape: tuple[int, int, int], patch: int) -> None:
     cut = cut_of(shape, patch)
@@ -74,6 +75,7 @@ def test_the_fleet_makes_groups_of_2_4_6_and_12_encoders(shape: tuple[int, int, 
         assert max(peaks) <= {2: 0.21, 4: 0.37, 6: 0.53, 12: 1.0}[size]  # 0.45 is asked of the smallest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sub_problem", ["blocks", "network"])
 def test_measured_equals_traced(tmp_path: Path, sub_problem: str) -> None:
     devices = fleet(pair=0.25, half=0.6, all=1.0) if sub_problem == "blocks" else fleet(maximum=0.9, all=1.0)
@@ -83,6 +85,7 @@ def test_measured_equals_traced(tmp_path: Path, sub_problem: str) -> None:
         assert client["measured_peak"] == client["predicted_peak"] <= client["budget"]
 
 
+@pytest.mark.slow
 def test_a_round_of_the_papers_model_at_224_pixels_with_adamw(tmp_path: Path) -> None:
     """ViT-T/16 on images of 32 x 32 pixels, which are resized as they are read, in groups of encoders and whole."""
     file, rng = tmp_path / "few.npz", np.random.default_rng(0)
@@ -98,6 +101,7 @@ def test_a_round_of_the_papers_model_at_224_pixels_with_adamw(tmp_path: Path) ->
     assert (len(group["pieces"]), len(whole["pieces"])) == (3, 1)
 
 
+@pytest.mark.slow
 def test_the_embedding_is_trained_in_the_first_sub_problem_only(tmp_path: Path) -> None:
     (client, *_) = clients_of(run_local(tmp_path, **SMALL | {"fleet": fleet(poor=0.25)}))
     pieces = client["pieces"]
@@ -115,6 +119,7 @@ def test_in_the_network_gradients_reach_the_first_atom_the_block_and_the_head() 
     assert not frozen.training and piece.modules["atoms.3"].training
 
 
+@pytest.mark.slow
 def test_the_authors_way_saves_little(tmp_path: Path) -> None:
     """The paper's memory.model cuts it as it would be without the other blocks; the traced peak says what it takes."""
     changes = {"fedepth__sub_problem": "network", "memory__model": "fedepth", "fleet": fleet_json(poor=0.02)}
@@ -128,6 +133,7 @@ def test_the_authors_way_saves_little(tmp_path: Path) -> None:
     assert client["measured_peak"] > 0.6 * whole["measured_peak"]
 
 
+@pytest.mark.slow
 def test_what_is_not_trained_is_not_sent(tmp_path: Path) -> None:
     """In the network, too: a client that cannot train encoders 1 to 5 sends the first atom, the last and the head."""
     poor = {"fleet": fleet(poor=0.7), "faults__allow_untrained": True}  # no client trains what is not sent

@@ -116,6 +116,7 @@ def going_on(two_stages: RunDir, folder: Path, grid: type[RecordingGrid] = Recor
     return run_local(folder, grid, **SMALL | changes, resume_from=str(path))
 
 
+@pytest.mark.slow
 def test_a_cascade_that_is_over_says_so_where_it_is_to_go_on(
     whole_run: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,6 +175,7 @@ def test_fixed_modules_travel_once_and_do_not_change(recorded: tuple[RunDir, Rec
     assert same({name: fixed[0][name] for name in best}, {name: last[name] for name in best})
 
 
+@pytest.mark.slow
 def test_resumed_within_a_stage_and_at_its_end(tmp_path: Path, whole_run: RunDir, two_stages: RunDir) -> None:
     going_on(two_stages, tmp_path, num_rounds=5)
     resumed = going_on(two_stages, tmp_path)
@@ -205,6 +207,7 @@ class Forgetful(RecordingGrid):
         damaged.write_bytes(damaged.read_bytes()[:-1000])
 
 
+@pytest.mark.slow
 def test_lost_features_are_recomputed_within_budget(tmp_path: Path, whole_run: RunDir, two_stages: RunDir) -> None:
     run_dir = going_on(two_stages, tmp_path, type("Here", (Forgetful,), {"root": tmp_path}))
     assert same(model_of(run_dir), model_of(whole_run))
@@ -257,6 +260,7 @@ def test_without_adjustment_and_assignment(tmp_path: Path) -> None:
         assert [client["pieces"] for client in record["clients"]] == keys(module) * 3
 
 
+@pytest.mark.slow
 def test_a_stage_ends_early_with_its_best_round(tmp_path: Path) -> None:
     run_dir = run_local(
         tmp_path,
@@ -321,6 +325,7 @@ LOCAL = SMALL | {
 }
 
 
+@pytest.mark.slow
 def test_local_batch_norm_goes_back_with_the_model(tmp_path: Path) -> None:
     """A stage that ended behind its best round voids the states of the rounds after it; resumed or not."""
     unbroken = run_local(tmp_path / "unbroken", **LOCAL)
@@ -350,6 +355,7 @@ def test_a_papers_memory_assigns_the_first_module_always(tmp_path: Path) -> None
     assert none["simulated_seconds"] > some["simulated_seconds"]  # it swaps
 
 
+@pytest.mark.slow
 def test_everybody_measures_within_the_smallest_budget(tmp_path: Path) -> None:
     """All have just what the largest module takes: the pre-round query and validation take no more."""
     settings = SMALL | {"num_rounds": 3, "fedprophet__stage_rounds": 1}

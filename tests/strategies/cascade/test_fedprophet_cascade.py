@@ -75,6 +75,7 @@ def test_accuracies_are_those_of_the_whole(tmp_path: Path) -> None:
     assert validate(nobody, cascade_of(nobody, THREE, "head", held=True), attack) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_norm", ["running", "batch"])
 @pytest.mark.parametrize("model", ["convnet", "resnet"])
 def test_what_validation_takes(tmp_path: Path, model: str, batch_norm: str) -> None:

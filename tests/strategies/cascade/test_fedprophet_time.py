@@ -98,6 +98,7 @@ def test_the_length_of_stages() -> None:
     assert stage_length(700, adversarial=7, clean=2, warm_up=0) == 100
 
 
+@pytest.mark.slow
 def test_all_tables_of_one_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(fedprophet_time, "SETTINGS", (CIFAR10,))
     monkeypatch.setattr(sys, "argv", ["fedprophet_time.py", "--rounds", "1", "--seeds", "1"])

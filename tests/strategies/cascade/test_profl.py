@@ -98,6 +98,7 @@ def test_legs_by_hand() -> None:
     assert phases_of(1, shrinking=True, maps=[], statistics=True) == up[:1]
 
 
+@pytest.mark.slow
 def test_phases_follow_one_another(whole_run: tuple[RunDir, RecordingGrid]) -> None:
     rounds = whole_run[0].rounds()
     assert [(stage, len(list(group))) for stage, group in groupby(record["stage"] for record in rounds)] == LEGS
@@ -131,6 +132,7 @@ def test_only_the_block_and_its_output_module_travel(whole_run: tuple[RunDir, Re
         assert all(each in (whole, {"head"}) for each in up)
 
 
+@pytest.mark.slow
 def test_who_cannot_afford_the_step_trains_the_output_layer(whole_run: tuple[RunDir, RecordingGrid]) -> None:
     run_dir, grid = whole_run
     pieces = {n: [client["pieces"] for client in clients_of(run_dir, n)] for n in (8, 12)}
@@ -175,6 +177,7 @@ def test_growing_starts_from_what_shrinking_left(whole_run: tuple[RunDir, Record
     assert len(model.network.atoms) == 5
 
 
+@pytest.mark.slow
 def test_stopped_anywhere_it_leaves_that_steps_model_and_goes_on(
     tmp_path: Path, whole_run: tuple[RunDir, RecordingGrid]
 ) -> None:
@@ -196,6 +199,7 @@ def test_stopped_anywhere_it_leaves_that_steps_model_and_goes_on(
     ]
 
 
+@pytest.mark.slow
 def test_a_teachers_output_layer_counts_in_the_memory_cost(tmp_path: Path) -> None:
     """Where the last atom takes most, what it takes together with the output layer is what a map needs."""
     changes = {
@@ -242,6 +246,7 @@ def test_statistics_that_init_weights_bring_are_not_measured(
     assert run.rounds()[0]["stage"] == begins
 
 
+@pytest.mark.slow
 def test_movements_survive_a_stop(tmp_path: Path) -> None:
     """Blocks freeze by their movements, after stops within a step, at its end and within a map as without any."""
     changes = SMALL | {
@@ -263,6 +268,7 @@ def test_movements_survive_a_stop(tmp_path: Path) -> None:
     assert any(record["effective_movement"] for record in through.rounds())
 
 
+@pytest.mark.slow
 def test_a_block_that_converges_is_frozen_early(tmp_path: Path) -> None:
     """With H = 2 and W = 1 the earliest is round 3; a rate that falls makes movements alike."""
     changes = {
@@ -344,6 +350,7 @@ def test_a_run_with_frozen_blocks_in_training_mode(tmp_path: Path) -> None:
             assert client["measured_peak"] <= client["predicted_peak"] <= client["budget"]
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
     """On images of 64 x 64: twelve encoders in three blocks, each replaced by one."""
     rng, path = np.random.default_rng(0), tmp_path / "images.npz"

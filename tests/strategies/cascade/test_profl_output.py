@@ -20,6 +20,7 @@ SMALL = TRIO | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["running", "measured"])
 def test_norms_are_trained_sent_and_paid_for(tmp_path: Path, kind: str) -> None:
     """Basic layers 5 and 6 stand for blocks 2 and 3. Each is trained in its map, then 6 in step 2, and both in step 1."""

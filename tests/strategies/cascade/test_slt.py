@@ -208,6 +208,7 @@ def of_round(messages: list[Any], number: int) -> list[dict[str, np.ndarray]]:
     return [arrays_of(m) for m in training(messages) if m.metadata.group_id == str(number)]
 
 
+@pytest.mark.slow
 def test_steps_follow_one_another_within_the_budget(alike: tuple[RunDir, RecordingGrid]) -> None:
     records = alike[0].rounds()
     assert list(dict.fromkeys(record["stage"] for record in records)) == STAGES
@@ -289,6 +290,7 @@ def means_by_hand(
     return after, trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["alike", "mixed"])
 def test_the_models_of_a_run_by_hand(kind: str, request: pytest.FixtureRequest) -> None:
     """From the initial model to the last one: what a round did not train stays as it is."""
@@ -308,6 +310,7 @@ def test_the_models_of_a_run_by_hand(kind: str, request: pytest.FixtureRequest) 
         np.testing.assert_allclose(last[name], model[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_who_has_more_memory_trains_more_layers(mixed: tuple[RunDir, RecordingGrid], tmp_path: Path) -> None:
     run, _ = mixed
     frozen = {record["stage"]: record["frozen_atoms"] for record in run.rounds()}
@@ -380,6 +383,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run_local(tmp_path_factory.mktemp("whole"), **MEASURED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["pretraining", "step 1", "step 5"])
 def test_a_run_goes_on_as_if_it_had_not_stopped(at: str, whole: RunDir, tmp_path: Path) -> None:
     """Stopped before the last round of a step, which may be its first."""
@@ -401,6 +405,7 @@ def test_the_whole_network_is_trained_if_that_fits_everyone(tmp_path: Path) -> N
         assert one["flops"] == other["flops"]
 
 
+@pytest.mark.slow
 def test_more_fits_with_memory_fit(alike: tuple[RunDir, RecordingGrid], tmp_path: Path) -> None:
     fitted = run_local(tmp_path, **SMALL | {"fleet": POOR, "memory__fit": "micro-batch,recompute"})
     first = fitted.rounds()[0]
@@ -411,6 +416,7 @@ def test_more_fits_with_memory_fit(alike: tuple[RunDir, RecordingGrid], tmp_path
     assert {client["step"] for record in fitted.rounds() for client in record["clients"]} != {""}
 
 
+@pytest.mark.slow
 def test_a_plan_agrees_with_a_run(mixed: tuple[RunDir, RecordingGrid]) -> None:
     run, _ = mixed
     settings = tiny_settings(**SMALL | {"dataset": f"npz:{few_digits()}", "fleet": MIXED})

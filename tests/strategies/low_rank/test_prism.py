@@ -81,6 +81,7 @@ def test_each_client_trains_the_largest_sub_model_that_fits(tmp_path: Path) -> N
         assert client["predicted_peak"] == client["measured_peak"] <= client["budget"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", ["first", "random"])
 def test_entries_are_averaged_over_the_clients_that_had_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: Callable[..., Any], channels: str
@@ -142,6 +143,7 @@ def test_by_hand() -> None:
     np.testing.assert_allclose(np.square(sigma).sum(), np.square(composed).sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet10", "convnet"])
 def test_all_output_channels_are_trained_where_they_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: Callable[..., Any], model: str
@@ -175,6 +177,7 @@ def test_all_output_channels_are_trained_where_they_are_drawn(
     assert trained["random"] == set(range(count))
 
 
+@pytest.mark.slow
 def test_kernels_differ_between_clients_and_rounds_and_not_between_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +194,7 @@ def test_kernels_differ_between_clients_and_rounds_and_not_between_runs(
     assert first.rounds()[0] and assigned(made[2])[0].assignment.memo.kernels[name].tolist() != chosen[0]
 
 
+@pytest.mark.slow
 def test_every_kernel_is_drawn_sometimes(tmp_path: Path) -> None:
     run = run_local(
         tmp_path,
@@ -264,6 +268,7 @@ def momentum_of(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if name.startswith(MOMENTUM)}
 
 
+@pytest.mark.slow
 def test_momentum_is_averaged_entry_by_entry_and_sent_to_the_next(tmp_path: Path, grids: Callable[..., Any]) -> None:
     """Of factors and norms: who gets a kernel gets its momentum; what no client had stays. The rest stays with the client."""
     grid, changes = (
@@ -375,6 +380,7 @@ def test_a_ratio_that_a_run_does_not_have(tmp_path: Path) -> None:
 # ---- other models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "preresnet20"])
 def test_other_models_train(tmp_path: Path, name: str) -> None:
     changes: dict[str, Any] = TRIO | SMALL | {"model": name, "architecture__width": 0.25}
@@ -384,6 +390,7 @@ def test_other_models_train(tmp_path: Path, name: str) -> None:
         assert client["predicted_peak"] == client["measured_peak"] <= client["budget"]
 
 
+@pytest.mark.slow
 def test_deit_learns(tmp_path: Path) -> None:
     """Images of one class are brighter; attention is whole, MLPs have a half of their kernels."""
     rng = np.random.default_rng(0)

@@ -132,6 +132,7 @@ def test_without_a_norm_a_kernel_counts_with_its_probability(tmp_path: Path, mon
         assert layer.bias and served[layer.bias[1]] == arrays[layer.bias[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "scaled"),
     [
@@ -168,6 +169,7 @@ def test_which_layers_are_scaled(
     assert found == scaled
 
 
+@pytest.mark.slow
 def test_gates_of_an_lstm_are_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"model": "lstm-imdb", "dataset": noise(tmp_path / "noise.npz", (6,), 1000, np.int64)}
     strategy, arrays = trained(tmp_path, monkeypatch, **options)
@@ -179,6 +181,7 @@ def test_gates_of_an_lstm_are_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyP
         np.testing.assert_allclose(served[layer.weight], by_hand, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_mixed_clients_have_the_mean_of_their_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"model": "preresnet20", "architecture__width": 0.25, "prism__keep_ratios": "0.5,0.25"}
     strategy, arrays = trained(tmp_path, monkeypatch, **options)
@@ -212,6 +215,7 @@ def test_probabilities_of_a_skewed_layer_are_those_of_all_orders_of_draws(sigma:
     np.testing.assert_allclose(inclusion(np.asarray(sigma, np.float32), kept, 2.5), exact, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_mixed_clients_scale_by_their_mean_and_serve_the_largest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +239,7 @@ def test_orthdrop_serves_the_kernels_that_clients_have(tmp_path: Path, monkeypat
         assert np.linalg.matrix_rank(served[layer.weight].reshape(len(served[layer.weight]), -1)) == rank // 2
 
 
+@pytest.mark.slow
 def test_the_served_model_is_saved_and_measured_and_the_trained_one_goes_on(tmp_path: Path, grids: Any) -> None:
     """Messages of training are those of the trained model, whether or not the served one was composed in between."""
     changes = EQUAL | {"num_rounds": 2, "architecture__batch_norm": "measured"}

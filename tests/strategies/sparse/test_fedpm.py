@@ -87,6 +87,7 @@ def test_adam_moves_as_torchs_does_also_after_a_file(tmp_path: Path) -> None:
     torch.testing.assert_close(mine.detach(), theirs.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [True, False])
 def test_clients_keep_adams_moments(tmp_path: Path, keep: bool) -> None:
     """Their steps are counted through: 3 after the first round, 6 after the second."""
@@ -102,6 +103,7 @@ def test_clients_keep_adams_moments(tmp_path: Path, keep: bool) -> None:
         assert len(kept) == (3 * 3 * len(model_of(run_dir)) if keep else 0)  # three buffers, three clients
 
 
+@pytest.mark.slow
 def test_scores_are_of_the_posteriors_mode(tmp_path: Path) -> None:
     """logit(0.01 + 0.98 sum m / 3), each client alike; up go bits, 32 times fewer bytes."""
     grid = RecordingGrid
@@ -128,6 +130,7 @@ def test_what_a_coder_leaves_of_a_mask(mask: list[int], size: float) -> None:
     assert coded_bits(np.array(mask)) == pytest.approx(size, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_it_learns_and_the_model_can_be_loaded(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **FEDPM | {"dataset": "digits", "num_rounds": 2, "training__local_epochs": 4})
     assert run_dir.rounds()[-1]["accuracy"] > 0.5

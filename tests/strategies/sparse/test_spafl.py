@@ -87,6 +87,7 @@ def test_masks_as_words() -> None:
             from_words([word, 0, 0], 70)
 
 
+@pytest.mark.slow
 def test_thresholds_alone_travel_and_their_mean_is_plain(tmp_path: Path, grids: Callable[..., Any]) -> None:
     """Eq. 7: each client counts alike, whatever its number of examples."""
     grid = grids()
@@ -127,6 +128,7 @@ def test_a_client_goes_on_from_its_own_model(tmp_path: Path, grids: Callable[...
     assert same(own[2], initial, weights)
 
 
+@pytest.mark.slow
 def test_importance_moves_the_weights_at_the_start_of_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, runs = SpaFL.with_change, {}
     monkeypatch.setattr(SpaFL, "with_change", lambda self, arrays: changed(original(self, arrays)))
@@ -153,6 +155,7 @@ def changed(sent: ArrayRecord) -> ArrayRecord:
     return sent
 
 
+@pytest.mark.slow
 def test_a_round_of_lenet_moves_a_three_hundredth_of_fedavgs_bytes(tmp_path: Path, data_dir: Path) -> None:
     """At most 0.3 %, on Flower messages with all that is in them; the second round has the change of thresholds too."""
     common = {
@@ -174,6 +177,7 @@ def test_a_round_of_lenet_moves_a_three_hundredth_of_fedavgs_bytes(tmp_path: Pat
     assert 0 < sparse["bytes_evaluation"] < 20_000
 
 
+@pytest.mark.slow
 def test_resume_is_bit_identical_with_the_clients_own_states(tmp_path: Path) -> None:
     changes = SPAFL | {"spafl__client_momentum": True, "clients_per_round": 2, "state_dir": ""}
     whole = run_local(tmp_path / "whole", **changes | {"num_rounds": 3, "training__lr_rounds": 3})
@@ -191,6 +195,7 @@ def test_resume_is_bit_identical_with_the_clients_own_states(tmp_path: Path) -> 
     assert last == [{k: r[k] for k in ("accuracy", "alpha", "density", "filters")} for r in resumed.rounds()[2:]]
 
 
+@pytest.mark.slow
 def test_a_client_that_lost_its_store_starts_from_the_initial_model(tmp_path: Path) -> None:
     part = run_local(tmp_path, **SPAFL | {"num_rounds": 2, "training__lr_rounds": 3})
     shutil.rmtree(stores(part) / "1")
@@ -203,6 +208,7 @@ def test_a_client_that_lost_its_store_starts_from_the_initial_model(tmp_path: Pa
     assert sorted(kept(resumed, 1)) == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("momentum", "models"), [(False, 2), (True, 4)])
 def test_a_store_takes_at_most_two_models_and_with_momentum_four(tmp_path: Path, momentum: bool, models: int) -> None:
     changes = SPAFL | {
@@ -240,6 +246,7 @@ def test_initial_models_have_a_digest_of_their_own() -> None:
     assert same(built, {name: value.numpy() for name, value in initial_state(model, 1)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "num_rounds", "optimiser"), [(0, 3, "sgd"), (1, 2, "sgd"), (3, 4, "sgd"), (3, 4, "adam")]
 )
@@ -306,6 +313,7 @@ def test_going_from_form_to_form_takes_no_more_than_a_masked_step(
     assert client.cap.peak_bytes < 0.8 * cost.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_forms_learn_alike(tmp_path: Path) -> None:
     """Behind ReLU a pruned filter has no gradient: what is excluded would not have moved but for momentum, which is 0 here."""
     runs = [
@@ -381,6 +389,7 @@ def test_the_regularisers_weight(tmp_path: Path) -> None:
         assert aimed.alpha(1) == pytest.approx(alpha)
 
 
+@pytest.mark.slow
 def test_alpha_follows_the_reported_density(tmp_path: Path) -> None:
     changes = SPAFL | {"num_rounds": 3, "training__batch_size": 8, "spafl__target_density": 0.4, "evaluation__every": 0}
     first, second, third = run_local(tmp_path, **changes).rounds()
@@ -443,6 +452,7 @@ AUTHORS = {
 }
 
 
+@pytest.mark.slow
 def test_thresholds_that_are_not_clamped_are_accepted(tmp_path: Path) -> None:
     """They leave [0, 1], and alpha's ramp moves them much more in round 2 than in round 1."""
     small = {"model": "lenet5", "dataset": "digits32", "clients": 60, "clients_per_round": 3, "training__batch_size": 8}
@@ -503,6 +513,7 @@ def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any
         run_local(tmp_path, **SPAFL | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [False, True])
 def test_thresholds_alone_are_trained(tmp_path: Path, momentum: bool) -> None:
     """Table 1: weights and norms stay as they began, and take neither gradients nor momentum."""

@@ -176,6 +176,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Recordi
     return run, RecordingGrid.last
 
 
+@pytest.mark.slow
 def test_each_trains_what_fits(whole_run: tuple[RunDir, RecordingGrid]) -> None:
     records = whole_run[0].rounds()
     assert all(record["trained_atoms"]["0"] == [0, 1, 2, 3, 4] for record in records)
@@ -259,6 +260,7 @@ def test_gradients_behind_frozen_layers_are_nearly_those_of_float32() -> None:
     assert float(F.cosine_similarity(found[0], found[1], dim=0)) > 0.95
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     settings = SMALL | {"num_rounds": 3}
     whole = run_local(tmp_path / "whole", **settings)

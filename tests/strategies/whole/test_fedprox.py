@@ -44,12 +44,14 @@ def test_the_loss_and_its_gradient_by_hand() -> None:
         torch.testing.assert_close(other, one + 0.2)
 
 
+@pytest.mark.slow
 def test_without_the_term_it_is_fedavg(tmp_path: Path) -> None:
     plain = run_local(tmp_path / "plain", **SETTINGS | {"strategy": "fedavg"})
     own = run_local(tmp_path / "own", **SETTINGS | {"strategy": "fedprox", "fedprox__mu": 0.0})
     assert same(model_of(own), model_of(plain))
 
 
+@pytest.mark.slow
 def test_clients_stay_nearer_and_hold_a_second_copy(tmp_path: Path) -> None:
     """The copy is that of the parameters; the term of a step may take more for a while."""
     plain = run_local(tmp_path / "plain", **SETTINGS | {"strategy": "fedavg", "num_rounds": 1})

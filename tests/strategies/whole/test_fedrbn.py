@@ -288,6 +288,7 @@ def test_a_client_keeps_its_clean_batch_norms_only(two_rounds: tuple[Any, Record
                 assert np.array_equal(array, first[client][name])
 
 
+@pytest.mark.slow
 def test_the_first_adversarial_round_is_measured_from_the_clean_set(tmp_path: Path) -> None:
     """After a warm-up the server's second set is still (0, 1), far from where clients begin theirs."""
     sent = ArrayRecord(
@@ -340,6 +341,7 @@ def test_papers_count_both_sets_as_one_batch_norm(memory_model: str) -> None:
 # ---- evaluation
 
 
+@pytest.mark.slow
 def test_the_branch_is_named_and_used(tmp_path: Path) -> None:
     found = {}
     for branch in ("oracle", "clean", "adversarial", "detector"):
@@ -353,6 +355,7 @@ def test_the_branch_is_named_and_used(tmp_path: Path) -> None:
     assert found["oracle"]["adversarial_accuracy"] == found["adversarial"]["adversarial_accuracy"]
 
 
+@pytest.mark.slow
 def test_clients_evaluate_by_the_branch_too(tmp_path: Path) -> None:
     found = {}
     for branch in ("oracle", "clean", "adversarial"):
@@ -415,6 +418,7 @@ def test_a_detector_learns_what_attacks_look_like() -> None:
     assert verdicts[0] < 0.2 < 0.8 < verdicts[1]
 
 
+@pytest.mark.slow
 def test_clients_evaluate_each_example_by_its_own_set(tmp_path: Path) -> None:
     found = {}
     for branch in ("oracle", "clean", "adversarial"):

@@ -98,6 +98,7 @@ def test_the_widest_net_teaches_the_others() -> None:
         assert float(nested(z, y)) == pytest.approx(float(by_hand), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_entries_are_averaged_over_the_clients_that_had_them(tmp_path: Path, grids: Callable[..., Any]) -> None:
     """Of 16 channels the first 4 from three clients, the next 4 from two, the others from one, weighted by examples."""
     grid = grids()
@@ -121,6 +122,7 @@ def test_entries_are_averaged_over_the_clients_that_had_them(tmp_path: Path, gri
         assert np.allclose(got[channel], weighted / sum(counts[s] for s in having), atol=1e-7)
 
 
+@pytest.mark.slow
 def test_norms_are_averaged_over_the_clients_that_trained_their_net(tmp_path: Path, grids: Callable[..., Any]) -> None:
     """The clients of ratios 1, 0.5 and 0.25 have the norms of these nets and of those within them."""
     grid = grids()
@@ -139,6 +141,7 @@ def test_norms_are_averaged_over_the_clients_that_trained_their_net(tmp_path: Pa
     assert not np.array_equal(model["atoms.0.bn.weight"][:4], model["atoms.0.bn.weight_0_25"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"fjord__norms": "shared"}, {"model": "lenet5", "dataset": "digits32"}])
 def test_the_widest_trained_net_is_served(tmp_path: Path, changes: dict[str, Any]) -> None:
     """No client can train more than half of the channels. LeNet has no norms, and shared ones are those of the widest net."""
@@ -164,6 +167,7 @@ def test_shared_norms_are_an_option(tmp_path: Path) -> None:
     assert not [name for name in model_of(run_dir) if "weight_0_" in name]
 
 
+@pytest.mark.slow
 def test_a_ratio_is_drawn_for_every_client_and_round(tmp_path: Path) -> None:
     records = run_local(tmp_path / "a", **FJORD | {"fjord__sampling": "round", "num_rounds": 8}).rounds()
     drawn = [ratio for record in records for ratio in record["width_ratios"].values()]
@@ -172,6 +176,7 @@ def test_a_ratio_is_drawn_for_every_client_and_round(tmp_path: Path) -> None:
     assert [record["width_ratios"] for record in again] == [record["width_ratios"] for record in records[:2]]
 
 
+@pytest.mark.slow
 def test_a_ratio_is_drawn_for_every_batch_of_those_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[tuple[int, int]] = []
     original = NestedLoss.__call__
@@ -189,6 +194,7 @@ def test_a_ratio_is_drawn_for_every_batch_of_those_that_fit(tmp_path: Path, monk
     assert {level for nets, level in levels if nets == 0} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distil", [False, True])
 @pytest.mark.parametrize(("model", "data"), [("convnet", "digits"), ("lenet5", "digits32")])
 def test_prices_are_what_the_step_takes_that_takes_most(tmp_path: Path, model: str, data: str, distil: bool) -> None:
@@ -228,6 +234,7 @@ def test_following_the_channels_is_no_part_of_a_steps_cost(monkeypatch: pytest.M
     assert (nested, cut.cost_model.trace(cut.step(0, 1)).flops) == (alone, again)
 
 
+@pytest.mark.slow
 def test_a_uniform_draw(tmp_path: Path, grids: Callable[..., Any]) -> None:
     """U(0.4, 0.6), in 32 equal parts: the 16 channels of a convnet become ceil(16 p), which is 7 to 10."""
     changes = {"fjord__sampling": "uniform", "heterofl__width_ratios": "0.6,0.4"}

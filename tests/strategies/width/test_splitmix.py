@@ -76,6 +76,7 @@ def test_a_scaler_begins_with_small_weights_and_divides_outputs() -> None:
     torch.testing.assert_close(whole.eval()(x), by_hand(x))
 
 
+@pytest.mark.slow
 def test_nets_of_a_run_are_rescaled_unless_the_scaler_is_off(tmp_path: Path) -> None:
     """A net that no client trained has the weights with which it began."""
     fleet = {"fleet": fleet_json(poor=0.45), "clients_per_round": 1}
@@ -115,6 +116,7 @@ def test_one_step_is_a_step_of_each() -> None:
     assert float(value.detach()) == pytest.approx(by_net)
 
 
+@pytest.mark.slow
 def test_clients_train_as_many_nets_as_fit(tmp_path: Path, grids: Callable[..., Any]) -> None:
     grid = grids()
     run_dir = run_local(tmp_path, grid, **SMALL)

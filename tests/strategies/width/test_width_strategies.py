@@ -64,6 +64,7 @@ def conv_of(arrays: dict[str, np.ndarray]) -> np.ndarray:
     return arrays[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["heterofl", "fedrolex", "feddrop"])
 def test_each_client_trains_the_widest_model_that_fits(tmp_path: Path, strategy: str) -> None:
     run_dir = run_local(tmp_path, **SMALL | {"strategy": strategy})
@@ -78,6 +79,7 @@ def test_each_client_trains_the_widest_model_that_fits(tmp_path: Path, strategy:
     assert run_dir.rounds()[-1]["train_loss"] < 3
 
 
+@pytest.mark.slow
 def test_budgets_are_enforced_by_the_papers_rule_too(tmp_path: Path) -> None:
     """Nearly half of the memory buys 31/64 of the channels, and a tenth 6/64, which do not fit: parts of a step are fixed."""
     changes = {"heterofl__width_rule": "paper", "heterofl__width_ratios": "1,0.5,0.25,0.125,0.0625", "num_rounds": 1}
@@ -88,6 +90,7 @@ def test_budgets_are_enforced_by_the_papers_rule_too(tmp_path: Path) -> None:
         assert client["status"] == ("ok" if client["predicted_peak"] <= client["budget"] else "memory")
 
 
+@pytest.mark.slow
 def test_channels_that_no_client_trains_stay_as_they_are(tmp_path: Path) -> None:
     """Of 16 -> 32 channels a quarter: the first 4 and 8 of HeteroFL; in FedRolex's second round those from number 1 on."""
     settings = tiny_settings(**SMALL | {"dataset": "digits"})
@@ -146,6 +149,7 @@ def test_clients_count_alike_or_by_their_examples(tmp_path: Path, strategy: str,
     assert np.array_equal(model_of(run_dir)[name], alike if weights == "equal" else average(answers, name))
 
 
+@pytest.mark.slow
 def test_clients_evaluate_the_models_they_train(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SMALL | {"evaluation__on_clients_every": 2})
     first, second = run_dir.rounds()
@@ -275,6 +279,7 @@ def test_logits_of_absent_classes_are_nought() -> None:
     torch.testing.assert_close(unmasked, F.cross_entropy(z, y))
 
 
+@pytest.mark.slow
 def test_rows_of_absent_classes_stay_as_they_are(tmp_path: Path) -> None:
     """Each client has two of the ten classes; the rows of classes that are no client's are bit-identical."""
     changes = {"data__partition": "pathological", "data__partition_classes": 2, "num_rounds": 1}
@@ -336,6 +341,7 @@ def test_all_small_is_as_wide_as_the_poorest_allows(tmp_path: Path) -> None:
 # ---- adversarial training, plans, settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["heterofl", "depthfl"])
 def test_adversarial_training_is_an_option(tmp_path: Path, strategy: str) -> None:
     changes = {
@@ -365,6 +371,7 @@ def test_not_every_strategy_has_it(tmp_path: Path) -> None:
         run_local(tmp_path, **SMALL | {"strategy": "fedepth", "training.adversarial": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["heterofl", "allsmall", "exclusivefl"])
 def test_a_plan_agrees_with_a_run(tmp_path: Path, strategy: str) -> None:
     settings = tiny_settings(**SMALL | {"dataset": "digits", "strategy": strategy})
@@ -446,6 +453,7 @@ def test_systems_without_norms_of_their_own(tmp_path: Path, strategy: str) -> No
 # ---- sub-models that are left out of the mean
 
 
+@pytest.mark.slow
 def test_sub_models_of_a_ratio_are_left_out_of_the_mean(tmp_path: Path) -> None:
     """FeDepth's Figure 2: all train, and the model is the mean of the others alone; without any left out, of all."""
     for left_out, counted in (("", 3), ("0.25", 2), ("0.5,0.25", 1)):
