@@ -13,6 +13,7 @@ from typing import Any
 from piecework.device_profiles.documents import read_toml
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.units import format_seconds
+from piecework.planning.less_memory import FIT
 from piecework.plans.plan import planner_for
 from piecework.plans.question import PlanQuestion
 from piecework.training.methods import SIMPLEST, list_advised
@@ -22,6 +23,7 @@ FILE = Path(__file__).with_name("measured.toml")
 FAR = 0.5  # of a situation's fractions, added up: what is farther away says little
 LEADERS = 3  # rows that are shown whatever they are
 FLOAT32 = 4  # bytes of a gradient
+MARGIN = 2.0  # points: by less, a row is not ahead (docs/claims)
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,29 @@ def nearest(situation: Situation, cases: Sequence[Case]) -> Case | None:
     """Return the nearest case with the same kind of training, clean or adversarial; None without one."""
     alike = [case for case in cases if case.situation.adversarial == situation.adversarial]
     return min(alike, key=lambda case: situation.distance(case.situation), default=None)
+
+
+def near(situation: Situation, cases: Sequence[Case]) -> Case | None:
+    """Return the nearest case if it is near enough to decide what one tries first, else None."""
+    case = nearest(situation, cases)
+    return case if case is not None and situation.distance(case.situation) <= FAR else None
+
+
+def ahead_of(
+    chosen: dict[str, Any], rows: Sequence[dict[str, Any]], case: Case | None
+) -> tuple[dict[str, Any], float] | None:
+    """Return which of the advice's `rows` was most accurate in a case, and by how many points it was ahead of `chosen`.
+
+    None if it was not ahead, or `chosen` has no run there. Rows have the `strategy`, and `fit` says whether with `memory.fit`.
+    """
+    ran = {(row["strategy"], row["fit"]): row["accuracy"] for row in case.rows} if case else {}
+    measured = [(ran[key], row) for row in rows if (key := (row["strategy"], FIT if row["fit"] else "")) in ran]
+    own = next((accuracy for accuracy, row in measured if row is chosen), None)
+    if own is None:
+        return None
+    best, row = max(measured, key=lambda pair: pair[0])
+    points = round(best - own, 1)
+    return (row, points) if points >= MARGIN else None
 
 
 def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Sequence[Case]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Advice on which systems suit a fleet and a model: one recommendation, what one would try first, then the rest.
 
-Nothing here ranks by memory peaks, as what fits needs no ranking, nor by accuracies that were measured in other settings: the
-nearest of these stand beside the recommendation.
+Nothing here ranks by memory peaks, as what fits needs no ranking. What was measured nearest stands beside the recommendation,
+and decides it if it is near.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ from typing import Any
 
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import DeviceState, format_bytes, format_compared
-from piecework.device_profiles.units import format_seconds
 from piecework.models.cascade import Blueprint
 from piecework.models.imported.objects import is_object
 from piecework.models.static_norms import mixes_examples
@@ -21,15 +20,15 @@ from piecework.planning.page_plan import speed_of
 from piecework.planning.part import whole_model
 from piecework.plans.beside import Helpers
 from piecework.plans.ladder import climb
-from piecework.plans.measured import evidence, read_cases, situate
+from piecework.plans.measured import evidence, near, read_cases, situate
 from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
+from piecework.plans.recommend import recommend
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST, list_advised
 from piecework.training.settings import Settings
 from piecework.training.setup import blueprint_of_shape
 
-USEFUL = 0.05  # of a model's parameters; less is no model that one would use
 Row = dict[str, Any]
 
 
@@ -62,13 +61,14 @@ def advise(
     climbs = not simple["fits"] and settings.memory.model == "traced"
     able = [row for row in found if not row["reason"]]
     first += [row for name in list_advised() for row in able if row["strategy"] == name]
-    recommended = recommend(simple, first, attacked)
+    situation = situate(settings, question) if climbs else None
+    recommended = recommend(simple, first, attacked, near(situation, read_cases()) if situation else None)
     return {
         "adversarial": attacked,
         "simple": simple,
         "ladder": climb(settings, question) if climbs else None,
         "recommended": recommended,
-        "measured": evidence(situate(settings, question), recommended, read_cases()) if climbs else None,
+        "measured": evidence(situation, recommended, read_cases()) if situation else None,
         "first": first,
         "others": [row for row in able if not METHODS[row["strategy"]].can.advised],
         "refused": [row for row in found if row["reason"]],
@@ -83,85 +83,6 @@ def suits(name: str, attacked: bool) -> bool:
 def blueprint_of(settings: Settings, question: PlanQuestion) -> Blueprint:
     """Return the model of the question."""
     return blueprint_of_shape(settings, question.input_shape, question.num_classes)
-
-
-# ---- the recommendation
-
-
-def recommend(simple: Row, rows: list[Row], attacked: bool) -> Row | None:
-    """Return the row to try first, as `strategy`, `settings` to give and `text`, which says why; None if nothing can train.
-
-    The whole model comes first, if every device can train it: in a plain step, then in one that takes less memory, then in
-    pieces. Else it is the narrow model that every device can train, and last what most clients can do.
-    """
-    useful = [row for row in rows if row["participation"] and row["covered"] >= USEFUL]
-    everyone = [row for row in useful if row["participation"] - row["swapping"] == 1]
-    whole = [row for row in everyone if row["covered"] == 1]
-    chosen: Row | None = next(iter(whole + everyone), None) or max(
-        useful, key=lambda row: row["participation"] - row["swapping"], default=None
-    )
-    if chosen is None:
-        return None
-    changes: dict[str, Any] = {"strategy": chosen["strategy"]}
-    changes |= {"memory.fit": FIT} if chosen["fit"] else {}
-    if attacked and find_method(chosen["strategy"]).can.attack != "always":
-        changes["training.adversarial"] = True
-    return {"strategy": chosen["strategy"], "settings": changes, "text": reason_text(simple, chosen, useful)}
-
-
-def reason_text(simple: Row, chosen: Row, rows: list[Row]) -> str:
-    """Return why a row is recommended of `rows`, and what it costs."""
-    if not chosen["fit"] and chosen["strategy"] == SIMPLEST:
-        return (
-            "Every device can hold a step of the whole model, so nothing has to be cut."
-            if simple["fits"]
-            else "Of what one would try first, nothing reaches more clients."
-        )
-    if chosen["fit"]:
-        who = (
-            "Every device can" if chosen["participation"] == 1 else f"{chosen['participation']:.0%} of the clients can"
-        )
-        said = f"{who} train the whole model in a step that takes less memory. {cost_text(simple['fitted'])}"
-        return f"{said} {pieces_text(chosen, rows)}".strip()
-    reached = simple["fitted"]["participation"] if simple["fitted"] else simple["participation"]
-    aside = (
-        f"Federated averaging of the whole model reaches {reached:.0%} of the clients, and leaves out the others' data."
-    )
-    if METHODS[chosen["strategy"]].can.cuts:
-        who = (
-            "Every device trains"
-            if chosen["participation"] == 1
-            else f"{chosen['participation']:.0%} of the clients train"
-        )
-        left_out = "" if chosen["min_fraction"] == 1 else f", the poorest {chosen['min_fraction']:.0%} of it"
-        return f"{who} the whole model in pieces that fit it{left_out}. {aside}"
-    if chosen["covered"] < 1:
-        return f"Every device can train a narrower model, {chosen['covered']:.0%} of the parameters. {aside}"
-    return "Of what one would try first, nothing reaches more clients."
-
-
-def pieces_text(chosen: Row, rows: list[Row]) -> str:
-    """Return how the time of a round compares with that of a system that trains the model in pieces, if there is one."""
-    cut = [row for row in rows if METHODS[row["strategy"]].can.cuts and row["covered"] == 1 and row["stages"] == 1]
-    if not cut:
-        return ""
-    quickest = min(cut, key=lambda row: row["round_seconds"])
-    own, other = format_seconds(chosen["round_seconds"]), format_seconds(quickest["round_seconds"])
-    return f"A round takes {own}; with {quickest['strategy']}, which trains the model in pieces, {other}."
-
-
-def cost_text(fitted: Row) -> str:
-    """Return what a step with `memory.fit` costs the poorest device that can do it."""
-    norms = " Batch norms take the statistics of a micro-batch." if fitted["batch_norms"] else ""
-    factor = f"{fitted['flops']:.2f} times the FLOPs, and so that much more time to compute"
-    more = "hardly more FLOPs" if fitted["flops"] > 1 else "no more FLOPs"
-    cost = factor if round(fitted["flops"], 2) > 1 else more
-    disk = f" A step moves {format_bytes(fitted['disk_bytes'])} to and from the disk." if fitted["disk_bytes"] else ""
-    way = f" ({fitted['step']})" if fitted["step"] else ""
-    return (
-        f"The poorest of them needs {format_bytes(fitted['step_bytes'])} instead of {format_bytes(fitted['plain_bytes'])} for "
-        f"a step{way}, and {cost}.{disk}{norms}"
-    )
 
 
 # ---- FedAvg

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.claims.definition import names
 from benchmarks.claims.evidence import document
-from piecework.plans.measured import FILE, Case, Situation, evidence, nearest, read_cases, situate
+from piecework.plans.measured import FILE, Case, Situation, evidence, near, nearest, read_cases, situate
 from piecework.plans.question import ask
 from piecework.plans.suggest_view import evidence_tables
 from piecework.training.settings import Settings
@@ -82,6 +82,13 @@ def test_the_nearest_case(poorest: float, richest: float, kept: float, name: str
     assert found is not None
     assert found.name == name
     assert nearest(replace(asked, adversarial=True), CASES) is None
+
+
+def test_a_case_decides_within_half_a_step_of_it() -> None:
+    """0.25 + 0.25 are still near, and 0.3 + 0.25 are not."""
+    assert near(replace(WEAK, poorest=0.5, richest=0.5), CASES) == CASES[0]
+    assert near(replace(WEAK, poorest=0.5, richest=0.55), CASES) is None
+    assert near(replace(WEAK, adversarial=True), CASES) is None
 
 
 def test_what_is_said_of_it() -> None:

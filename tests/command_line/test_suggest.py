@@ -2,6 +2,7 @@
 
 import io
 import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,13 @@ from piecework.models.zoo import MODELS, build_blueprint
 from piecework.planning import costs
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
+from piecework.plans.recommend import recommend
 from piecework.plans.suggest import (
     advise,
     cost_model_of,
     fedavg_verdict,
     plain_settings,
     plan_system,
-    recommend,
     suits,
 )
 from piecework.training.methods import METHODS
@@ -105,6 +106,37 @@ def test_the_whole_model_comes_first_by_what_every_device_can(rows: Any, setting
     assert found is not None
     assert found["settings"] == settings
     assert says in found["text"]
+
+
+def test_what_was_ahead_in_the_nearest_case_is_recommended_if_every_device_can_do_it() -> None:
+    """By two points or more; the whole model stays ahead of what is level with it, or was not run."""
+    rows = [row("fedavg", 0.2), row("fedavg", 1.0, fit=True), row("fedepth", 1.0), row("allsmall", 1.0, 0.3)]
+
+    def found(rows: Any, **accuracies: float) -> Any:
+        fits = {"fedavg": "auto"}
+        ran = [{"strategy": name, "fit": fits.get(name, ""), "accuracy": each} for name, each in accuracies.items()]
+        case: Any = SimpleNamespace(rows=ran)
+        advice = recommend(SIMPLE, rows, attacked=False, case=case)
+        assert advice is not None
+        return advice
+
+    pieces = found(rows, fedepth=44.0, fedavg=42.0, allsmall=30.0)
+    assert pieces["settings"] == {"strategy": "fedepth"}
+    assert pieces["text"] == (
+        "Every device trains the whole model in pieces that fit it. Measured nearest, it was 2.0 points ahead of fedavg with "
+        "memory.fit, which every device can do too. Its rounds take 40 s here, and the other's 1 min 0 s."
+    )
+    narrow = found(rows, fedepth=44.0, fedavg=42.0, allsmall=46.0)
+    assert narrow["settings"] == {"strategy": "allsmall"}
+    assert narrow["text"].startswith(
+        "Every device can train a narrower model, 30% of the parameters. Measured nearest, it was 4.0"
+    )
+    whole = {"strategy": "fedavg", "memory.fit": "auto"}
+    assert found(rows, fedepth=44.0, fedavg=42.1)["settings"] == whole
+    assert found(rows, fedepth=44.0)["settings"] == whole
+    assert found(rows, fedepth=44.0, fedavg=46.0)["settings"] == whole
+    some = [*rows[:2], row("fedepth", 0.9)]
+    assert found(some, fedepth=44.0, fedavg=30.0)["settings"] == whole
 
 
 def test_nothing_is_recommended_where_nothing_can_train_and_attacks_are_asked_for() -> None:

@@ -1,0 +1,113 @@
+"""Recommend what to try first of a fleet and a model, and say why.
+
+The whole model comes first, if every device can train it, unless something else was ahead in what was measured nearest.
+"""
+
+from typing import Any
+
+from piecework.device_profiles.profile import format_bytes
+from piecework.device_profiles.units import format_seconds
+from piecework.planning.less_memory import FIT
+from piecework.plans.measured import Case, ahead_of
+from piecework.strategies import find_method
+from piecework.training.methods import METHODS, SIMPLEST
+
+USEFUL = 0.05  # of a model's parameters; less is no model that one would use
+Row = dict[str, Any]
+
+
+def recommend(simple: Row, rows: list[Row], attacked: bool, case: Case | None = None) -> Row | None:
+    """Return the row to try first, as `strategy`, `settings` to give and `text`, which says why; None if nothing can train.
+
+    The whole model comes first, if every device can train it: in a plain step, then in one that takes less memory, then in
+    pieces. Else it is the narrow model that every device can train, and last what most clients can do. If another one that
+    every device can do was ahead of it in the `case` that was measured nearest, after as many rounds, that is recommended.
+    """
+    useful = [row for row in rows if row["participation"] and row["covered"] >= USEFUL]
+    everyone = [row for row in useful if row["participation"] - row["swapping"] == 1]
+    whole = [row for row in everyone if row["covered"] == 1]
+    chosen: Row | None = next(iter(whole + everyone), None) or max(
+        useful, key=lambda row: row["participation"] - row["swapping"], default=None
+    )
+    if chosen is None:
+        return None
+    text = reason_text(simple, chosen, useful)
+    if ahead := ahead_of(chosen, everyone, case):
+        row, points = ahead
+        text, chosen = f"{what_it_trains(row)} {rival_text(row, chosen, points)}".strip(), row
+    changes: dict[str, Any] = {"strategy": chosen["strategy"]}
+    changes |= {"memory.fit": FIT} if chosen["fit"] else {}
+    if attacked and find_method(chosen["strategy"]).can.attack != "always":
+        changes["training.adversarial"] = True
+    return {"strategy": chosen["strategy"], "settings": changes, "text": text}
+
+
+def reason_text(simple: Row, chosen: Row, rows: list[Row]) -> str:
+    """Return why a row is recommended of `rows`, and what it costs."""
+    if not chosen["fit"] and chosen["strategy"] == SIMPLEST:
+        return (
+            "Every device can hold a step of the whole model, so nothing has to be cut."
+            if simple["fits"]
+            else "Of what one would try first, nothing reaches more clients."
+        )
+    if chosen["fit"]:
+        who = (
+            "Every device can" if chosen["participation"] == 1 else f"{chosen['participation']:.0%} of the clients can"
+        )
+        said = f"{who} train the whole model in a step that takes less memory. {cost_text(simple['fitted'])}"
+        return f"{said} {pieces_text(chosen, rows)}".strip()
+    reached = simple["fitted"]["participation"] if simple["fitted"] else simple["participation"]
+    aside = (
+        f"Federated averaging of the whole model reaches {reached:.0%} of the clients, and leaves out the others' data."
+    )
+    said = what_it_trains(chosen)
+    return f"{said} {aside}" if said else "Of what one would try first, nothing reaches more clients."
+
+
+def what_it_trains(chosen: Row) -> str:
+    """Return what devices train by a system that does not train the whole model in one step; nothing for others."""
+    if METHODS[chosen["strategy"]].can.cuts:
+        who = (
+            "Every device trains"
+            if chosen["participation"] == 1
+            else f"{chosen['participation']:.0%} of the clients train"
+        )
+        left_out = "" if chosen["min_fraction"] == 1 else f", the poorest {chosen['min_fraction']:.0%} of it"
+        return f"{who} the whole model in pieces that fit it{left_out}."
+    if chosen["covered"] < 1:
+        return f"Every device can train a narrower model, {chosen['covered']:.0%} of the parameters."
+    return ""
+
+
+def rival_text(chosen: Row, rival: Row, points: float) -> str:
+    """Return by how many points a row was ahead of what would be tried first without measurements, and how long both take."""
+    name = f"{rival['strategy']} with memory.fit" if rival["fit"] else rival["strategy"]
+    own, other = format_seconds(chosen["round_seconds"]), format_seconds(rival["round_seconds"])
+    return (
+        f"Measured nearest, it was {points:.1f} points ahead of {name}, which every device can do too. Its rounds take {own} "
+        f"here, and the other's {other}."
+    )
+
+
+def pieces_text(chosen: Row, rows: list[Row]) -> str:
+    """Return how the time of a round compares with that of a system that trains the model in pieces, if there is one."""
+    cut = [row for row in rows if METHODS[row["strategy"]].can.cuts and row["covered"] == 1 and row["stages"] == 1]
+    if not cut:
+        return ""
+    quickest = min(cut, key=lambda row: row["round_seconds"])
+    own, other = format_seconds(chosen["round_seconds"]), format_seconds(quickest["round_seconds"])
+    return f"A round takes {own}; with {quickest['strategy']}, which trains the model in pieces, {other}."
+
+
+def cost_text(fitted: Row) -> str:
+    """Return what a step with `memory.fit` costs the poorest device that can do it."""
+    norms = " Batch norms take the statistics of a micro-batch." if fitted["batch_norms"] else ""
+    factor = f"{fitted['flops']:.2f} times the FLOPs, and so that much more time to compute"
+    more = "hardly more FLOPs" if fitted["flops"] > 1 else "no more FLOPs"
+    cost = factor if round(fitted["flops"], 2) > 1 else more
+    disk = f" A step moves {format_bytes(fitted['disk_bytes'])} to and from the disk." if fitted["disk_bytes"] else ""
+    way = f" ({fitted['step']})" if fitted["step"] else ""
+    return (
+        f"The poorest of them needs {format_bytes(fitted['step_bytes'])} instead of {format_bytes(fitted['plain_bytes'])} for "
+        f"a step{way}, and {cost}.{disk}{norms}"
+    )
