@@ -11,6 +11,7 @@ package's own layers in float32 run here, and only operators in PLAIN. Another o
 
 import weakref
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,61 +26,24 @@ META = torch.device("meta")
 MOST = 20_000  # kinds of calls that are kept
 VIEWED = "viewed"  # the result of an operator that returns its arguments' storage although its schema does not say so
 # Operators that the same functions of torch call on every device. Others, such as the softmax of attention and the gates of an
-# LSTM, may be parts of a function that has an operator of its own on a CPU.
-PLAIN = frozenset(
-    [
-        *(
-            aten.empty.memory_format,
-            aten.empty_like.default,
-            aten.empty_strided.default,
-            aten.new_empty_strided.default,
-        ),
-        *(
-            aten.zeros.default,
-            aten.zeros_like.default,
-            aten.new_zeros.default,
-            aten.ones.default,
-            aten.ones_like.default,
-        ),
-        *(aten.randn.default, aten.arange.default, aten.bernoulli.default, aten.clone.default, aten._to_copy.default),
-        *(aten.convolution.default, aten.convolution_backward.default, aten.mm.default, aten.addmm.default),
-        *(aten.native_batch_norm.default, aten.native_batch_norm_backward.default),
-        *(aten.native_group_norm.default, aten.native_group_norm_backward.default),
-        *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
-        *(aten.relu.default, aten.threshold_backward.default, aten.gelu.default, aten.gelu_backward.default),
-        *(aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default),
-        *(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default),
-        *(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool2d_backward.default),
-        *(
-            aten._upsample_bilinear2d_aa.default,
-            aten.upsample_bilinear2d.default,
-            aten.upsample_bilinear2d_backward.default,
-        ),
-        *(aten._log_softmax.default, aten._log_softmax_backward_data.default),
-        *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
-        *(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor),
-        *(
-            aten.div.Scalar,
-            aten.neg.default,
-            aten.abs.default,
-            aten.sign.default,
-            aten.exp.default,
-            aten.reciprocal.default,
-        ),
-        *(aten.pow.Tensor_Scalar, aten.gt.Scalar, aten.eq.Tensor, aten.clamp_min.default, aten.masked_fill.Scalar),
-        *(
-            aten.sum.default,
-            aten.sum.dim_IntList,
-            aten.mean.default,
-            aten.mean.dim,
-            aten.amax.default,
-            aten.argmax.default,
-        ),
-        *(aten.linalg_vector_norm.default, aten.constant_pad_nd.default, aten.stack.default, aten.cat.default),
-        *(aten.index.Tensor, aten.flip.default, aten.slice_backward.default, aten.select_backward.default),
-        *(aten.embedding.default, aten.embedding_dense_backward.default, aten._unsafe_view.default),
-    ]
-)
+# LSTM, may be parts of a function that has an operator of its own on a CPU. Without a point, an operator's default is meant.
+_PLAIN = """
+    empty.memory_format empty_like empty_strided new_empty_strided zeros zeros_like new_zeros ones ones_like
+    arange randn bernoulli clone _to_copy
+    convolution convolution_backward mm addmm embedding embedding_dense_backward
+    native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward
+    native_layer_norm native_layer_norm_backward
+    relu threshold_backward gelu gelu_backward
+    max_pool2d_with_indices max_pool2d_with_indices_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
+    adaptive_max_pool2d adaptive_max_pool2d_backward
+    upsample_bilinear2d upsample_bilinear2d_backward _upsample_bilinear2d_aa
+    _log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward
+    add.Tensor sub.Tensor rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg abs sign exp reciprocal
+    pow.Tensor_Scalar gt.Scalar eq.Tensor clamp_min masked_fill.Scalar
+    sum sum.dim_IntList mean mean.dim amax argmax linalg_vector_norm
+    constant_pad_nd stack cat index.Tensor flip slice_backward select_backward _unsafe_view
+"""
+PLAIN = frozenset(attrgetter(name if "." in name else f"{name}.default")(aten) for name in _PLAIN.split())
 
 _RESULTS: dict[tuple[Any, ...], Any] = {}
 _IN_PLACE: dict[Any, bool] = {}

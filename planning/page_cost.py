@@ -1,4 +1,4 @@
-"""The cost of a paged step, traced on fake tensors as that of any other: peak bytes, FLOPs, and what it reads and writes."""
+"""The cost of a paged step, traced as that of any other: peak bytes, FLOPs, and what it reads and writes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from piecework.device_profiles.memory import FlopCount, Overlap, StepCost, trace
 from piecework.models.cascade import Blueprint
 from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.now import tracing
-from piecework.planning.step_cost import fake_batch, fake_load
+from piecework.planning.step_cost import fake_batch, fake_load, has_own_layers
 from piecework.training.attacks import Gradient, micro_batches
 from piecework.training.loop import PieceModel
 from piecework.training.paged import STATE, PagedCascade
@@ -118,7 +118,7 @@ def paged_cost(
             moved_by_attack, overlaps_in_attack = pages.counts, len(pages.overlaps)
         cascade.step(x, y)
 
-    cost = trace(work, flops=flops)
+    cost = trace(work, flops=flops, own_layers=has_own_layers(blueprint, training_config, piece_class))
     further = attack.steps - 1 if attack is not None else 0
     whole = training_config.batch_size / traced[0]
     total = (cost.flops + further * attack_flops.total) * training_config.batch_size // traced[0]

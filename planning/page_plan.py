@@ -6,7 +6,9 @@ too (planning/fit.py), so that a wrong prediction costs a try, and never a budge
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple, TypeVar, cast
 
 from piecework.device_profiles.memory import Overlap
 from piecework.device_profiles.profile import DeviceState
@@ -157,23 +159,22 @@ def seconds_on_top(
     return prefix.seconds
 
 
-@dataclass(frozen=True)
 class _Form:
     """What the bytes and seconds of segments depend on beside the segments."""
 
-    layers: Layers
-    speed: Speed
-    spilled: bool
-    ahead: bool
+    def __init__(self, layers: Layers, speed: Speed, spilled: bool, ahead: bool) -> None:
+        self.layers, self.speed, self.spilled, self.ahead = layers, speed, spilled, ahead
+        self.weights, self.states, self.flops = _sums(layers.weights), _sums(layers.states), _sums(layers.flops)
+        self.passing = _largest_passes(layers, ahead)
 
     def extend(self, prefix: _Prefix, segment: Segment, *, last: bool) -> _Prefix:
         """Return a prefix with one more segment. It runs twice, and its output is kept, unless it is the last."""
-        (first, end), layers, speed, held, seconds = segment, self.layers, self.speed, prefix.held, prefix.seconds
+        (first, end), speed, held, seconds = segment, self.speed, prefix.held, prefix.seconds
         if not last:
-            output = layers.outputs[end - 1]
+            output = self.layers.outputs[end - 1]
             written = output if self.spilled else 0
-            seconds += sum(layers.flops[first:end]) / speed.flops
-            read, accesses = sum(layers.weights[first:end]) + written, end - first + 2 * self.spilled
+            seconds += (self.flops[end] - self.flops[first]) / speed.flops
+            read, accesses = self.weights[end] - self.weights[first] + written, end - first + 2 * self.spilled
             seconds += speed.moving(read, written, accesses, self.spilled)
             held += 0 if self.spilled else output
         if self.ahead and prefix.segments:
@@ -185,37 +186,44 @@ class _Form:
 
         A backward pass computes thrice what a forward pass does, which it repeats.
         """
-        layers = self.layers
-        units = segment[1] - segment[0] + last
-        moved = sum(_of(layers.weights, segment, last=last)) + (
-            sum(_of(layers.states, segment, last=last)) if last else 0
-        )
-        forward = Overlap(sum(_of(layers.flops, before)), moved, units)
-        moved = sum(_of(layers.weights, before)) + sum(_of(layers.states, before))
-        return forward, Overlap(3 * sum(_of(layers.flops, segment, last=last)), moved, before[1] - before[0])
+        (start, first), end = before, segment[1] + last  # the head follows the last atom
+        moved = self.weights[end] - self.weights[first]
+        moved += self.states[end] - self.states[first] if last else 0
+        forward = Overlap(self.flops[first] - self.flops[start], moved, end - first)
+        moved = self.weights[first] - self.weights[start] + self.states[first] - self.states[start]
+        return forward, Overlap(3 * (self.flops[end] - self.flops[first]), moved, first - start)
 
     def peak(self, prefix: _Prefix, segment: Segment, *, last: bool) -> int:
         """Return the predicted bytes while a gradient passes a segment, and the head if it is the `last`."""
         (first, end), layers = segment, self.layers
         held = prefix.held + (layers.outputs[first - 1] if self.spilled and first else 0)
-        resident = layers.batch + held + sum(_of(layers.weights, segment, last=last))
+        resident = layers.batch + held + self.weights[end + last] - self.weights[first]
         if self.ahead and prefix.segments:
-            before = prefix.segments[-1]
-            resident += sum(_of(layers.weights, before)) + sum(_of(layers.states, before))
-        # the optimiser's state is there for one parameter at a time, or for all that have not moved
-        passing = [
-            sum(layers.kept[first : position + 1])
-            + layers.working[position]
-            + (sum(layers.states[first : position + 1]) if self.ahead else layers.state[position])
-            for position in range(first, end + last)
-        ]
-        return resident + max(passing)
+            start = prefix.segments[-1][0]
+            resident += self.weights[first] - self.weights[start] + self.states[first] - self.states[start]
+        return resident + self.passing[first, end + last]
 
 
-def _of(values: Sequence[Number], segment: Segment, *, last: bool = False) -> list[Number]:
-    """Return the values of a segment's atoms, and of the head if it is the `last`."""
-    found = list(values[segment[0] : segment[1]])
-    return found + list(values[-1:]) if last else found
+def _sums(values: Iterable[Number]) -> list[Number]:
+    """Return the sums of the first values: of none, of one, ... and of all."""
+    return cast("list[Number]", [0, *accumulate(values)])
+
+
+@cache
+def _largest_passes(layers: Layers, ahead: bool) -> dict[Segment, int]:
+    """Return what a gradient's pass takes at most beside weights, for all layers from one up to another.
+
+    The optimiser's state is there for one parameter at a time, or for all that have not moved yet if the step reads `ahead`.
+    """
+    kept, states, found = _sums(layers.kept), _sums(layers.states), dict[Segment, int]()
+    for first in range(len(layers.working)):
+        most = 0
+        for position, working in enumerate(layers.working[first:], start=first):
+            following = min(position + 1, len(layers.kept))
+            state = states[position + 1] - states[first] if ahead else layers.state[position]
+            most = max(most, kept[following] - kept[first] + working + state)
+            found[first, position + 1] = most
+    return found
 
 
 def _best(prefixes: Sequence[_Prefix], *, alike: bool) -> list[_Prefix]:

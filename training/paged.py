@@ -164,7 +164,7 @@ class PagedCascade:
         piece, out, at = self._take(number, moves=False).piece, None, 0
         for (part,) in parts(z):
             # not under no_grad, for which an LSTM has another kernel, with other rounding
-            with self._precision(z), saved_tensors_hooks(_drop, _not_kept):
+            with self._precision(), saved_tensors_hooks(_drop, _not_kept):
                 found = piece.features(part).detach()
             if len(part) == len(z):
                 return found
@@ -180,7 +180,7 @@ class PagedCascade:
         self._move_when_complete(loaded)
         total, upstream = None, Upstream(z, needed=self.last > 0)
         for part, labels in parts(z, y):
-            with self._precision(z), recompute_cheaply(loaded.piece.cheap):
+            with self._precision(), recompute_cheaply(loaded.piece.cheap):
                 value = classification_loss(loaded.piece.logits(upstream.watch(part)), labels)
             if len(part) < len(z):
                 value = value * (len(part) / len(z))
@@ -199,15 +199,17 @@ class PagedCascade:
         for part, *incoming in parts(z, *passed):
             if len(part) == len(z):
                 passed.clear()  # the backward pass frees it as soon as it can
-            with self._precision(z), recompute_cheaply(loaded.piece.cheap):
+            with self._precision(), recompute_cheaply(loaded.piece.cheap):
                 end = Begin.apply(loaded.piece.features(upstream.watch(part)), incoming)
             if end.requires_grad:  # else the first segment has nothing to learn
                 end.backward()
         self._write_back(loaded)
         passed[:] = upstream.taken
 
-    def _precision(self, z: Tensor) -> torch.autocast:
-        return torch.autocast(z.device.type, torch.bfloat16, enabled=self.training_config.precision == "bfloat16")
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(
+            self.pages.device.type, torch.bfloat16, enabled=self.training_config.precision == "bfloat16"
+        )
 
     def _move_when_complete(self, loaded: Loaded) -> None:
         if self.training_config.micro_batch:

@@ -16,6 +16,7 @@ from piecework.device_profiles.memory import PeakMemory, trace
 from piecework.device_profiles.meta_steps import OnMeta, UnsuitedError
 from piecework.models.low_rank import low_rank
 from piecework.models.zoo import build_blueprint
+from piecework.planning.page_cost import paged_cost
 from piecework.planning.step_cost import has_own_layers, piece_cost
 from piecework.training.attacks import Attack
 from piecework.training.loop import PieceModel, single_loss
@@ -66,6 +67,29 @@ def test_the_cost_is_that_on_fake_tensors(name: str, attack: Attack | None) -> N
     first, again = (piece_cost(blueprint, atoms, "head", config) for _ in range(2))
     with on_fake_tensors():
         assert first == again == piece_cost(blueprint, atoms, "head", config)
+
+
+PAGED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cheap": {"cheap": True},
+    "spilled": {"spilled": True, "micro_batch": 3},
+    "ahead": {"ahead": True, "optimiser": "adam"},
+    "attacked": {"attack": IMAGE, "micro_batch": 3},
+}
+
+
+@pytest.mark.parametrize("changes", PAGED.values(), ids=PAGED)
+@pytest.mark.parametrize("name", ["group norms", "norms of batches"])
+def test_the_cost_of_a_paged_step_is_that_on_fake_tensors(name: str, changes: dict[str, Any]) -> None:
+    blueprint = BLUEPRINTS[name]
+    atoms = range(len(blueprint.atoms))
+    config = replace(a_training_config(4), pages=((0, 3), (3, len(atoms))), **changes)
+    meta_steps._RESULTS.clear()
+    cost = paged_cost(blueprint, atoms, "head", config)
+    assert meta_steps._RESULTS
+    assert cost.bytes_read > cost.state_read > 0
+    with on_fake_tensors():
+        assert cost == paged_cost(blueprint, atoms, "head", config)
 
 
 def test_an_operator_is_asked_once() -> None:
