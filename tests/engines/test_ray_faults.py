@@ -280,8 +280,13 @@ def test_an_interrupted_run_goes_on_where_its_states_are(tmp_path: Path, two_nod
         if (metadata.message_type, metadata.group_id) == ("train", "2"):
             raise KeyboardInterrupt
 
+    def start_workers(grid: Any) -> None:
+        for node in two_nodes.list_all_nodes():
+            make_ready(grid, node.node_id)
+
     settings = TINY_RUN | {"strategy": "spafl", "num_rounds": 3}
-    broken, whole = grid_that_ends(_settle=settle), grid_that_ends()
+    ready: Any = grid_before_rounds(round_1=start_workers)
+    broken, whole = type("Broken", (ready,), {"_settle": settle}), grid_that_ends()
     with pytest.raises(KeyboardInterrupt):
         run_local(tmp_path / "ray", broken, **settings)
     assert len(set(broken.ended_with.values())) == 2  # neither node has them all
