@@ -30,7 +30,7 @@ VIEWED = "viewed"  # the result of an operator that returns its arguments' stora
 _PLAIN = """
     empty.memory_format empty_like empty_strided new_empty_strided zeros zeros_like new_zeros ones ones_like
     arange randn bernoulli clone _to_copy
-    convolution convolution_backward mm addmm embedding embedding_dense_backward
+    convolution convolution_backward mm addmm _int_mm embedding embedding_dense_backward
     native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward
     native_layer_norm native_layer_norm_backward
     relu threshold_backward gelu gelu_backward
@@ -38,8 +38,8 @@ _PLAIN = """
     adaptive_max_pool2d adaptive_max_pool2d_backward
     upsample_bilinear2d upsample_bilinear2d_backward _upsample_bilinear2d_aa
     _log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward
-    add.Tensor sub.Tensor rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg abs sign exp reciprocal
-    pow.Tensor_Scalar gt.Scalar eq.Tensor clamp_min masked_fill.Scalar
+    add.Tensor sub.Tensor rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg abs sign exp reciprocal rsqrt
+    pow.Tensor_Scalar gt.Scalar eq.Tensor clamp_min masked_fill.Scalar bitwise_not
     sum sum.dim_IntList mean mean.dim amax argmax linalg_vector_norm
     constant_pad_nd stack cat index.Tensor flip slice_backward select_backward _unsafe_view
 """
