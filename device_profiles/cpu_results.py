@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
+from torch.utils._python_dispatch import _disable_current_modes
 
 from piecework.device_profiles.dispatch import Mode
 from piecework.device_profiles.workspace import lstm_kept
@@ -63,10 +64,21 @@ class AsOnTheCPU(Mode):  # type: ignore[no-untyped-call]
         if func is aten.native_batch_norm_backward.default:
             gradient, *others = result  # it has the format of the incoming gradient
             result = (_lay_as(gradient, args[1]), *others)
+        if func is aten.view.default:
+            return _view_as_on_meta(result, args[0])
         made = result[0] if isinstance(result, tuple) and result else result
         if isinstance(made, Tensor) and made.dim() == 4 and (layout := _format(func, args, made)):
             _stride(made, layout)
         return result
+
+
+def _view_as_on_meta(view: Tensor, viewed: Tensor) -> Tensor:
+    """Return a view with the strides that a CPU computes anew for dimensions of one element; the fake kernel keeps the old."""
+    if 1 not in view.shape:
+        return view
+    with _disable_current_modes():
+        like = torch.empty_strided(viewed.shape, viewed.stride(), device="meta").view(view.shape)
+    return view if view.stride() == like.stride() else view.as_strided(view.shape, like.stride(), view.storage_offset())
 
 
 def _lay_as(tensor: Tensor | None, other: Tensor) -> Tensor | None:

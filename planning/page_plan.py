@@ -6,7 +6,7 @@ too (planning/fit.py), so that a wrong prediction costs a try, and never a budge
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, TypeVar, cast
 
@@ -62,7 +62,8 @@ class Layers:
 
     `weights` are bytes of parameters and buffers, `state` those of the optimiser's state of the largest parameter and `states`
     of all, `working` those of a gradient's pass through an atom beside weights and what is kept, and `flops` a forward pass's
-    of the batch. `kept` and `outputs` are of atoms alone, and `batch` are the bytes of the examples and their labels.
+    of the batch, a whole number. `kept` and `outputs` are of atoms alone, and `batch` are the bytes of the examples and their
+    labels.
     """
 
     weights: tuple[int, ...]
@@ -209,7 +210,7 @@ def _sums(values: Iterable[Number]) -> list[Number]:
     return cast("list[Number]", [0, *accumulate(values)])
 
 
-@cache
+@lru_cache(256)
 def _largest_passes(layers: Layers, ahead: bool) -> dict[Segment, int]:
     """Return what a gradient's pass takes at most beside weights, for all layers from one up to another.
 

@@ -46,7 +46,7 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
                 "setting": setting_of(claim, case),
                 "situation": asdict(situation_of(claim, case)),
                 "lead": lead_of(*ran[:2]),
-                "rows": [row_of(each) for each in ran],
+                "rows": [row_of(each) | {"ahead_of": behind(each, ran)} for each in ran],
                 "longer": [row_of(each) for each in longer_and_ahead(claim, case, found[case.name])],
                 "idle": [each.row.name for each in there if each.untrainable],
                 "missing": [each.row.name for each in there if not each.recorded],
@@ -90,6 +90,11 @@ def row_of(standing: Standing) -> dict[str, Any]:
         "participation": round(100 * (participation or 0.0), 1),
         "seconds": {storage: round(standing.seconds(storage) or 0.0, 1) for storage in STORAGE},
     }
+
+
+def behind(standing: Standing, ran: Sequence[Standing]) -> list[str]:
+    """Return the rows of which one is ahead by the rule for orders."""
+    return [each.row.name for each in ran if each is not standing and difference(standing, each).verdict == "ahead"]
 
 
 def lead_of(first: Standing, second: Standing) -> dict[str, Any]:

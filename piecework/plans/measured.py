@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from piecework.device_profiles.documents import read_toml
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.units import format_seconds
-from piecework.planning.less_memory import FIT
 from piecework.plans.plan import planner_for
 from piecework.plans.question import PlanQuestion
 from piecework.training.methods import SIMPLEST, list_advised
@@ -23,7 +22,7 @@ FILE = Path(__file__).with_name("measured.toml")
 FAR = 0.5  # of a situation's fractions, added up: what is farther away says little
 LEADERS = 3  # rows that are shown whatever they are
 FLOAT32 = 4  # bytes of a gradient
-MARGIN = 2.0  # points: by less, a row is not ahead (docs/claims)
+ALIKE = 0.25  # of the step's parameters, gradients and state: what fills the memory decides who is ahead
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,10 @@ class Situation:
     richest: float
     kept: float
     disk: float
+
+    def is_near(self, other: "Situation") -> bool:
+        """Return whether what was measured there says something here."""
+        return self.distance(other) <= FAR and abs(self.kept - other.kept) <= ALIKE
 
     def distance(self, other: "Situation") -> float:
         """Return the sum of the fractions' differences."""
@@ -116,24 +119,31 @@ def nearest(situation: Situation, cases: Sequence[Case]) -> Case | None:
 def near(situation: Situation, cases: Sequence[Case]) -> Case | None:
     """Return the nearest case if it is near enough to decide what one tries first, else None."""
     case = nearest(situation, cases)
-    return case if case is not None and situation.distance(case.situation) <= FAR else None
+    return case if case is not None and situation.is_near(case.situation) else None
 
 
-def ahead_of(
-    chosen: dict[str, Any], rows: Sequence[dict[str, Any]], case: Case | None
-) -> tuple[dict[str, Any], float] | None:
-    """Return which of the advice's `rows` was most accurate in a case, and by how many points it was ahead of `chosen`.
+class Ahead(NamedTuple):
+    """A row of the advice, and by how many points over how many seeds it was ahead of another one."""
 
-    None if it was not ahead, or `chosen` has no run there. Rows have the `strategy`, and `fit` says whether with `memory.fit`.
+    row: dict[str, Any]
+    points: float
+    seeds: int
+
+
+def ahead_of(chosen: dict[str, Any], rows: Sequence[dict[str, Any]], case: Case | None) -> Ahead | None:
+    """Return which of the advice's `rows` was most accurate in a case, if it was ahead of `chosen` by the claims' rule.
+
+    None if it was not, or `chosen` has no run there. A row's `fit` has the ways of its `memory.fit`.
     """
-    ran = {(row["strategy"], row["fit"]): row["accuracy"] for row in case.rows} if case else {}
-    measured = [(ran[key], row) for row in rows if (key := (row["strategy"], FIT if row["fit"] else "")) in ran]
-    own = next((accuracy for accuracy, row in measured if row is chosen), None)
+    ran = {(each["strategy"], each["fit"]): each for each in case.rows} if case else {}
+    measured = [(ran[key], row) for row in rows if (key := (row["strategy"], row["fit"])) in ran]
+    own = next((found for found, row in measured if row is chosen), None)
     if own is None:
         return None
-    best, row = max(measured, key=lambda pair: pair[0])
-    points = round(best - own, 1)
-    return (row, points) if points >= MARGIN else None
+    best, row = max(measured, key=lambda pair: pair[0]["accuracy"])
+    if own["name"] not in best["ahead_of"]:
+        return None
+    return Ahead(row, best["accuracy"] - own["accuracy"], min(best["seeds"], own["seeds"]))
 
 
 def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Sequence[Case]) -> dict[str, Any]:
@@ -174,7 +184,7 @@ def is_of(row: dict[str, Any], recommended: dict[str, Any] | None) -> bool:
 def where(situation: Situation, case: Case) -> str:
     """Return what was measured, and how far away it is."""
     other = case.situation
-    far = "Nothing near this was measured; the nearest is" if situation.distance(other) > FAR else "Measured nearest:"
+    far = "Measured nearest:" if situation.is_near(other) else "Nothing near this was measured; the nearest is"
     return (
         f"{far} {case.setting} (docs/claims/{case.claim}.md, {case.name}). There the devices have "
         f"{in_steps(other)} of a plain step (here {in_steps(situation)}), of which parameters, gradients and the optimiser's "

@@ -7,8 +7,7 @@ from typing import Any
 
 from piecework.device_profiles.profile import format_bytes
 from piecework.device_profiles.units import format_seconds
-from piecework.planning.less_memory import FIT
-from piecework.plans.measured import Case, ahead_of
+from piecework.plans.measured import Ahead, Case, ahead_of
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST
 
@@ -33,10 +32,9 @@ def recommend(simple: Row, rows: list[Row], attacked: bool, case: Case | None = 
         return None
     text = reason_text(simple, chosen, useful)
     if ahead := ahead_of(chosen, everyone, case):
-        row, points = ahead
-        text, chosen = f"{what_it_trains(row)} {rival_text(row, chosen, points)}".strip(), row
+        text, chosen = f"{what_it_trains(ahead.row)} {rival_text(ahead, chosen)}".strip(), ahead.row
     changes: dict[str, Any] = {"strategy": chosen["strategy"]}
-    changes |= {"memory.fit": FIT} if chosen["fit"] else {}
+    changes |= {"memory.fit": chosen["fit"]} if chosen["fit"] else {}
     if attacked and find_method(chosen["strategy"]).can.attack != "always":
         changes["training.adversarial"] = True
     return {"strategy": chosen["strategy"], "settings": changes, "text": text}
@@ -50,7 +48,7 @@ def reason_text(simple: Row, chosen: Row, rows: list[Row]) -> str:
             if simple["fits"]
             else "Of what one would try first, nothing reaches more clients."
         )
-    if chosen["fit"]:
+    if chosen["fit"] and chosen["strategy"] == SIMPLEST:
         who = (
             "Every device can" if chosen["participation"] == 1 else f"{chosen['participation']:.0%} of the clients can"
         )
@@ -79,13 +77,14 @@ def what_it_trains(chosen: Row) -> str:
     return ""
 
 
-def rival_text(chosen: Row, rival: Row, points: float) -> str:
-    """Return by how many points a row was ahead of what would be tried first without measurements, and how long both take."""
+def rival_text(ahead: Ahead, rival: Row) -> str:
+    """Return how far a row was ahead of what would be tried first without measurements, and how long both take."""
     name = f"{rival['strategy']} with memory.fit" if rival["fit"] else rival["strategy"]
-    own, other = format_seconds(chosen["round_seconds"]), format_seconds(rival["round_seconds"])
+    own, other = format_seconds(ahead.row["round_seconds"]), format_seconds(rival["round_seconds"])
+    seeds = "one seed" if ahead.seeds == 1 else f"{ahead.seeds} seeds"
     return (
-        f"Measured nearest, it was {points:.1f} points ahead of {name}, which every device can do too. Its rounds take {own} "
-        f"here, and the other's {other}."
+        f"Every device could do {name} too, but in what was measured nearest that was {ahead.points:.1f} points of accuracy "
+        f"behind after as many rounds ({seeds}). A round takes {own} here, and {other} by {name}."
     )
 
 

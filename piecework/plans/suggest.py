@@ -211,7 +211,7 @@ def describe_fit(fitted: Row) -> str:
 
 def plan_system(settings: Settings, question: PlanQuestion, attack_steps: int) -> Row:
     """Plan one system; `reason` says why it cannot train the model, or why no device can take part."""
-    refused = {"strategy": settings.strategy, "fit": False, "participation": 0.0}
+    refused = {"strategy": settings.strategy, "fit": "", "participation": 0.0}
     try:
         plan = make_plan(settings, question, cost_model_of(settings, question, attack_steps))
     except ValueError as error:
@@ -230,7 +230,7 @@ def row_of(settings: Settings, plan: Row) -> Row:
     caveats = [find_method(settings.strategy).can.caveat, cover["says"] if able and cover["level"] == "warning" else ""]
     return {
         "strategy": settings.strategy,
-        "fit": bool(settings.memory.ways),
+        "fit": ",".join(way.strip() for way in settings.memory.fit.split(",")),
         "reason": "",
         "participation": plan["fleet"]["participation"],
         "swapping": plan["swapping"]["fraction"] if plan["swapping"] else 0.0,

@@ -85,9 +85,11 @@ def test_the_nearest_case(poorest: float, richest: float, kept: float, name: str
 
 
 def test_a_case_decides_within_half_a_step_of_it() -> None:
-    """0.25 + 0.25 are still near, and 0.3 + 0.25 are not."""
+    """0.25 + 0.25 are still near, and 0.3 + 0.25 are not; nor is what has more parameters by more than a quarter of a step."""
     assert near(replace(WEAK, poorest=0.5, richest=0.5), CASES) == CASES[0]
     assert near(replace(WEAK, poorest=0.5, richest=0.55), CASES) is None
+    assert near(replace(WEAK, kept=0.45), CASES) == CASES[0]
+    assert near(replace(WEAK, kept=0.46), CASES) is None
     assert near(replace(WEAK, adversarial=True), CASES) is None
 
 

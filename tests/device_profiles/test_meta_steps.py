@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from piecework.device_profiles.meta_steps import OnMeta, UnsuitedError
 from piecework.models.low_rank import low_rank
 from piecework.models.zoo import build_blueprint
 from piecework.planning.page_cost import paged_cost
-from piecework.planning.step_cost import has_own_layers, piece_cost
+from piecework.planning.step_cost import fake_load, has_own_layers, piece_cost
 from piecework.training.attacks import Attack
 from piecework.training.loop import PieceModel, single_loss
+from piecework.training.paged import PagedCascade
+from piecework.training.pages import PageFiles
 
 IMAGE = Attack("linf", epsilon=8 / 255, step=2 / 255, steps=2, low=0.0, high=1.0)
 CIFAR: dict[str, Any] = {"num_classes": 10, "input_shape": (3, 32, 32)}
@@ -79,17 +82,37 @@ PAGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", PAGED.values(), ids=PAGED)
-@pytest.mark.parametrize("name", ["group norms", "norms of batches"])
-def test_the_cost_of_a_paged_step_is_that_on_fake_tensors(name: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "first"), [("group norms", 4, 3), ("norms of batches", 1, 3), ("one-channel", 4, 1)]
+)
+def test_the_cost_of_a_paged_step_is_that_on_fake_tensors(
+    name: str, size: int, first: int, changes: dict[str, Any]
+) -> None:
     blueprint = BLUEPRINTS[name]
     atoms = range(len(blueprint.atoms))
-    config = replace(a_training_config(4), pages=((0, 3), (3, len(atoms))), **changes)
+    config = replace(a_training_config(size), pages=((0, first), (first, len(atoms))), **changes)
     meta_steps._RESULTS.clear()
     cost = paged_cost(blueprint, atoms, "head", config)
     assert meta_steps._RESULTS
     assert cost.bytes_read > cost.state_read > 0
     with on_fake_tensors():
         assert cost == paged_cost(blueprint, atoms, "head", config)
+
+
+@pytest.mark.parametrize(("size", "micro_batch"), [(1, 0), (4, 1)])
+def test_a_paged_step_on_one_example_takes_what_both_say(size: int, micro_batch: int, tmp_path: Path) -> None:
+    """A user's model is traced on fake tensors. Between segments, views of one example have other strides than a batch's."""
+    blueprint = BLUEPRINTS["norms of batches"]
+    atoms = range(len(blueprint.atoms))
+    pages = ((0, 3), (3, 4), (4, 8), (8, len(atoms)), (len(atoms), len(atoms)))
+    config = a_training_config(size, pages=pages, micro_batch=micro_batch)
+    with PeakMemory() as memory:
+        cascade = PagedCascade(blueprint, atoms, "head", fake_load(blueprint), config, PageFiles(tmp_path / "pages"))
+        cascade.young = False
+        for _ in range(2):
+            cascade.step(torch.zeros(size, 3, 32, 32), torch.zeros(size, dtype=torch.int64))
+    for name in (blueprint.zoo_name, "mine.py:net"):
+        assert paged_cost(replace(blueprint, zoo_name=name), atoms, "head", config).peak_bytes == memory.peak
 
 
 def test_an_operator_is_asked_once() -> None:

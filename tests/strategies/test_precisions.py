@@ -10,8 +10,6 @@ from zoo_helpers import blueprint_of
 
 from piecework.server_app.records import RunDir
 
-pytestmark = pytest.mark.slow
-
 
 def run_of(tmp_path: Path, **changes: Any) -> RunDir:
     settings = TRIO | {"fleet": fleet_json(poor=0.6), "training__momentum": 0.9, "num_rounds": 2}
@@ -25,6 +23,7 @@ CASCADES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", CASCADES)
 def test_rounded_momentum_and_features(tmp_path: Path, strategy: str) -> None:
     settings = {"strategy": strategy} | CASCADES[strategy]
@@ -40,6 +39,7 @@ def test_rounded_momentum_and_features(tmp_path: Path, strategy: str) -> None:
             assert 0 < client["measured_peak"] == client["predicted_peak"] <= client["budget"]
 
 
+@pytest.mark.slow
 def test_adams_averages_in_8_bits(tmp_path: Path) -> None:
     adam = {"training__optimiser": "adamw", "training__lr": 0.002, "fleet": fleet_json(poor=0.8)}
     runs = [run_of(tmp_path / state, **adam, training__optimiser_state=state) for state in ("float32", "8-bit")]

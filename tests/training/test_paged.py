@@ -211,7 +211,6 @@ def test_fewer_examples_than_a_batch(micro_batch: int, tmp_path: Path) -> None:
     assert found.peak <= paged_cost(blueprint, tuple(range(len(blueprint.atoms))), "head", fitted).peak_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_config(case: str, tmp_path: Path) -> None:
     name, changes = CASES[case]

@@ -260,7 +260,6 @@ def test_gradients_behind_frozen_layers_are_nearly_those_of_float32() -> None:
     assert float(F.cosine_similarity(found[0], found[1], dim=0)) > 0.95
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     settings = SMALL | {"num_rounds": 3}
     whole = run_local(tmp_path / "whole", **settings)
