@@ -18,6 +18,7 @@
     settings = { model = "preresnet20", fleet = "fleets/weak.toml" }  # beside the definition, or a shipped fleet
     rates-from = "other case"      # optional: each row uses the rate that was found for it in that case
     seeds = [1, 2, 3]              # optional: of all rows there, unless a row has its own
+    seeds-for = ["FeDepth"]        # optional: of these rows only; the others have the claim's
     search-rounds = 13             # optional: of a search's runs there, instead of that fraction
     [[row]]
     name = "FeDepth"
@@ -97,6 +98,7 @@ class Case(_Table):
     settings: Given = {}
     rates_from: str = ""
     seeds: Seeds = ()
+    seeds_for: Names = ()
     search_rounds: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -176,7 +178,8 @@ class Claim(_Table):
 
     def seeds_of(self, case: Case, row: Row) -> tuple[int, ...]:
         """Return the seeds of a row in a case."""
-        return row.seeds or case.seeds or self.seeds
+        own = case.seeds if row.name in case.seeds_for or not case.seeds_for else ()
+        return row.seeds or own or self.seeds
 
 
 def names(folder: Path = FOLDER) -> list[str]:
@@ -240,6 +243,7 @@ def _check(claim: Claim) -> None:
         where = f"{claim.path}: case {case.name!r}"
         _require_allowed(case.settings, claim, where)
         _require_unique(case.seeds, where)
+        _check_seeds_for(claim, case, where)
         if case.rates_from:
             _require_source(case, claim.case(case.rates_from), claim, where)
     _require_allowed(claim.settings, claim, f"{claim.path}: settings")
@@ -257,6 +261,17 @@ def _check(claim: Claim) -> None:
                 raise ClaimError(f"{where}: the row {name!r} has no case {absent[0]!r}")
     if claim.headline is not None:
         _check_headline(claim, claim.headline)
+
+
+def _check_seeds_for(claim: Claim, case: Case, where: str) -> None:
+    """Raise ClaimError unless the rows that a case's seeds are for are there, and have no seeds of their own."""
+    if case.seeds_for and not case.seeds:
+        raise ClaimError(f"{where} has seeds-for, but no seeds")
+    for name in case.seeds_for:
+        row = _named(claim.rows, name, f"{where}: seeds-for: row")
+        if row.seeds or case not in claim.cases_of(row):
+            missing = f"has seeds of its own, {list(row.seeds)}" if row.seeds else "is not run in this case"
+            raise ClaimError(f"{where}: seeds-for: the row {name!r} {missing}")
 
 
 def _check_headline(claim: Claim, headline: Headline) -> None:

@@ -57,6 +57,29 @@ def test_a_case_may_have_seeds_of_its_own(make: Make) -> None:
     assert [job.seed for job in jobs.search_jobs(claim, ("skew", "m-FeDepth"))] == [4, 4, 4]
 
 
+def test_the_seeds_of_a_case_may_be_for_some_rows_only(make: Make) -> None:
+    seeds = 'rates-from = "weak"\nseeds = [4, 5, 6]\n'
+    claim = make(TWO_CASES.replace('rates-from = "weak"\n', f'{seeds}seeds-for = ["FeDepth"]\n'))
+    places = {(case.name, row.name): claim.seeds_of(case, row) for case, row in claim.places()}
+    assert places["skew", "FeDepth"] == (4, 5, 6)
+    assert places["skew", "m-FeDepth"] == places["weak", "FeDepth"] == (1, 2)
+    assert places["skew", "bound"] == (1,)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('seeds-for = ["FeDepth"]', "case 'skew' has seeds-for, but no seeds"),
+        ('seeds = [4]\nseeds-for = ["bound"]', r"the row 'bound' has seeds of its own, \[1\]"),
+        ('seeds = [4]\nseeds-for = ["ProFL"]', "the row 'ProFL' is not run in this case"),
+        ('seeds = [4]\nseeds-for = ["FeDeph"]', "seeds-for: row 'FeDeph': there is none of this name"),
+    ],
+)
+def test_rows_that_have_no_seeds_of_their_case_are_refused(make: Make, given: str, message: str) -> None:
+    with pytest.raises(ClaimError, match=message):
+        make(TWO_CASES.replace('rates-from = "weak"\n', f'rates-from = "weak"\n{given}\n'))
+
+
 def test_a_case_may_have_longer_or_shorter_searches(make: Make) -> None:
     claim = make(TWO_CASES.replace('"iid" }\n', '"iid" }\nsearch-rounds = 5\n'))
     assert {job.settings["num-rounds"] for job in jobs.search_jobs(claim, ("weak", "FeDepth"))} == {5}
