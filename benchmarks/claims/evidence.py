@@ -10,9 +10,9 @@ import tomli_w
 from benchmarks.claims.definition import Case, Claim, Row
 from benchmarks.claims.jobs import load, merged
 from benchmarks.claims.records import DOCS, Records
-from benchmarks.claims.standings import Standing, accuracy_at, current, deadlines, longer_and_ahead, standings
+from benchmarks.claims.standings import Standing, accuracy_at, current, deadlines, standings
 from benchmarks.claims.storage import STORAGE
-from benchmarks.claims.verdicts import difference
+from benchmarks.claims.verdicts import as_good_with_more_rounds, difference
 from piecework.plans.measured import FILE, Situation, situate
 from piecework.plans.question import ask
 from piecework.training.methods import SIMPLEST
@@ -47,7 +47,10 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
                 "situation": asdict(situation_of(claim, case)),
                 "lead": lead_of(*ran[:2]),
                 "rows": [row_of(each) | {"ahead_of": behind(each, ran)} for each in ran],
-                "longer": [row_of(each) for each in longer_and_ahead(claim, case, found[case.name])],
+                "longer": [
+                    row_of(each) | {"verdict": compared.verdict}
+                    for each, compared in as_good_with_more_rounds(claim, case, found[case.name])
+                ],
                 "idle": [each.row.name for each in there if each.untrainable],
                 "missing": [each.row.name for each in there if not each.recorded],
                 "times": times_of(ran),

@@ -9,9 +9,9 @@ from benchmarks.claims.drawing import draw
 from benchmarks.claims.jobs import searches
 from benchmarks.claims.pictures import Picture, case_pictures, headline, overview
 from benchmarks.claims.records import DOCS, Records
-from benchmarks.claims.standings import Standing, current, current_searches, longer_and_ahead, reason_of, standings
+from benchmarks.claims.standings import Standing, current, current_searches, reason_of, standings
 from benchmarks.claims.tables import accuracies, costs, equal_time, judgements, rates, row_settings, settings
-from benchmarks.claims.verdicts import RULE, Judgement, difference, judge
+from benchmarks.claims.verdicts import MARGIN, RULE, Judgement, as_good_with_more_rounds, difference, judge
 from benchmarks.tables.shared import prose
 
 COMMAND = "python -m benchmarks.claims"
@@ -111,9 +111,13 @@ def leader(there: Sequence[Standing]) -> str:
 
 
 def of_longer(claim: Claim, case: Case, there: Sequence[Standing]) -> str:
-    """Return which way to train is ahead of the first candidate by having more rounds; empty if none is."""
-    ahead = longer_and_ahead(claim, case, there)
-    return f" With more rounds *{ahead[0].row.name}* is ahead of it, {ahead[0].mean:.1f} %." if ahead else ""
+    """Return which way to train is ahead of the first candidate by having more rounds, or as good; empty if none is."""
+    for each, found in as_good_with_more_rounds(claim, case, there)[:1]:
+        near = {"ahead": "is ahead of it", "level": "is level with it"}.get(
+            found.verdict, f"is within {MARGIN:g} points of it"
+        )
+        return f" With more rounds *{each.row.name}* {near}, {each.mean:.1f} %."
+    return ""
 
 
 def how_to_read(claim: Claim) -> list[str]:

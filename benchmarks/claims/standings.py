@@ -142,18 +142,16 @@ def deadlines(found: Iterable[Standing], storage: str) -> list[float]:
     return sorted({through[0], through[(len(through) - 1) // 2]}) if through else []
 
 
-def longer_and_ahead(claim: Claim, case: Case, there: Sequence[Standing]) -> list[Standing]:
-    """Return the experiments within budgets that are ahead of the first candidate by having more rounds, the best first."""
-    first = next((each for each in there if each.candidate and each.runs), None)
+def with_more_rounds(claim: Claim, case: Case, there: Sequence[Standing]) -> list[Standing]:
+    """Return the experiments within budgets that have trained for more rounds than the case's, the best first."""
     rounds = {**claim.settings, **case.settings}.get("num-rounds", 0)
     return [
         each
         for each in there
         if each.row.role == "experiment"
+        and each.runs
         and each.row.settings.get("memory.enforce", True)
         and each.row.settings.get("num-rounds", 0) > rounds
-        and first is not None
-        and (each.mean or 0.0) > (first.mean or 0.0)
     ]
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from benchmarks.claims.definition import Claim, Order
-from benchmarks.claims.standings import Standing
+from benchmarks.claims.definition import Case, Claim, Order
+from benchmarks.claims.standings import Standing, with_more_rounds
 
 ENOUGH = 3  # seeds, of which the spread says how much a difference is worth
 MARGIN = 2.0  # points that a difference must exceed with fewer seeds
@@ -68,6 +68,18 @@ def difference(row: Standing, other: Standing, least: float | None = None) -> Di
         verdict = "ahead" if points >= least else "behind"
         return Difference(name, verdict, points, spread, len(values), f"at least {least:g} points are claimed")
     return Difference(name, decide(points, spread, len(values)), points, spread, len(values))
+
+
+def as_good_with_more_rounds(claim: Claim, case: Case, there: Sequence[Standing]) -> list[tuple[Standing, Difference]]:
+    """Return the rows that are not behind the first candidate, by having more rounds, and by how much they are ahead of it.
+
+    The best comes first. Without a candidate that has trained there are none.
+    """
+    first = next((each for each in there if each.candidate and each.runs), None)
+    if first is None:
+        return []
+    pairs = [(each, difference(each, first)) for each in with_more_rounds(claim, case, there)]
+    return [(each, found) for each, found in pairs if found.verdict != "behind"]
 
 
 def decide(points: float, spread: float | None, seeds: int) -> str:

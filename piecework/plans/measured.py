@@ -56,7 +56,8 @@ class Case:
 
     `lead` is that of the first row: points, seeds, and ahead, level or undecided. `times` has for each storage its bytes a
     second, the simulated seconds in which half of the rows are through, and the row that is ahead then. A row's `seconds` are
-    by storage, in which its rounds are through. `longer` are rows that are ahead of the first one by having more rounds.
+    by storage, in which its rounds are through. `longer` are rows that are not behind the first one by having more rounds;
+    their `verdict` is ahead, level or undecided.
     """
 
     claim: str
@@ -173,6 +174,28 @@ def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Se
     }
 
 
+def quicker(case: Case) -> dict[str, Any] | None:
+    """Return the row that is not behind the first one by having more rounds, and takes no longer on any storage, if one is."""
+    limit = case.rows[0]["seconds"]
+    return next((row for row in case.longer if all(row["seconds"][each] <= limit[each] for each in limit)), None)
+
+
+def longer_text(case: Case, storage: str) -> str:
+    """Return which row is ahead of the first one with more rounds, or as good in no more time; empty if none is."""
+    best = case.rows[0]
+    limit = best["seconds"][storage]
+    useful = (row for row in case.longer if row["verdict"] == "ahead" or row["seconds"][storage] <= limit)
+    for row in useful:
+        took, other = (format_seconds(each["seconds"][storage]) for each in (row, best))
+        if row["verdict"] == "ahead":
+            return f" Ahead with more rounds: {row['name']}, {row['accuracy']:.1f} % in {took}; {best['name']} took {other}."
+        return (
+            f" In no more time, with more rounds: {row['name']}, {row['accuracy']:.1f} % in {took}; "
+            f"{best['name']} has {best['accuracy']:.1f} % in {other} ({row['verdict']})."
+        )
+    return ""
+
+
 def is_of(row: dict[str, Any], recommended: dict[str, Any] | None) -> bool:
     """Return whether a row is the recommended system, with the ways of `memory.fit` that are recommended."""
     if recommended is None:
@@ -209,9 +232,7 @@ def who(case: Case, time: dict[str, Any], recommended: dict[str, Any] | None) ->
             f" Ahead in {format_seconds(time['seconds'])} of simulated time, when half of the systems are through: "
             f"{time['row']}."
         )
-    for row in case.longer[:1]:
-        took, other = (format_seconds(each["seconds"][time["storage"]]) for each in (row, case.rows[0]))
-        said += f" Ahead with more rounds: {row['name']}, {row['accuracy']:.1f} % in {took}; {first} took {other}."
+    said += longer_text(case, time["storage"])
     said += f" No client can train there: {'; '.join(case.idle)}." if case.idle else ""
     said += f" Not run there yet: {'; '.join(case.missing)}." if case.missing else ""
     if recommended is not None and not any(is_of(row, recommended) for row in case.rows):

@@ -7,7 +7,7 @@ from typing import Any
 
 from piecework.device_profiles.profile import format_bytes
 from piecework.device_profiles.units import format_seconds
-from piecework.plans.measured import Ahead, Case, ahead_of
+from piecework.plans.measured import Ahead, Case, ahead_of, quicker
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST
 
@@ -33,6 +33,7 @@ def recommend(simple: Row, rows: list[Row], attacked: bool, case: Case | None = 
     text = reason_text(simple, chosen, useful)
     if ahead := ahead_of(chosen, everyone, case):
         text, chosen = f"{what_it_trains(ahead.row)} {rival_text(ahead, chosen)}".strip(), ahead.row
+    text = f"{text} {time_text(chosen, everyone, case)}".strip()
     changes: dict[str, Any] = {"strategy": chosen["strategy"]}
     changes |= {"memory.fit": chosen["fit"]} if chosen["fit"] else {}
     if attacked and find_method(chosen["strategy"]).can.attack != "always":
@@ -86,6 +87,16 @@ def rival_text(ahead: Ahead, rival: Row) -> str:
         f"Every device could do {name} too, but in what was measured nearest that was {ahead.points:.1f} points of accuracy "
         f"behind after as many rounds ({seeds}). A round takes {own} here, and {other} by {name}."
     )
+
+
+def time_text(chosen: Row, rows: list[Row], case: Case | None) -> str:
+    """Return which of the `rows` to try if time counts: one that came as far in the nearest case in no more time."""
+    found = quicker(case) if case else None
+    if found is None or found["strategy"] == chosen["strategy"]:
+        return ""
+    if found["strategy"] not in (row["strategy"] for row in rows):
+        return ""
+    return f"If time counts more than rounds, try {found['strategy']} with more rounds first: see what was measured."
 
 
 def pieces_text(chosen: Row, rows: list[Row]) -> str:

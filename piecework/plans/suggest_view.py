@@ -31,9 +31,11 @@ def advice_tables(advice: dict[str, Any]) -> list[str | Text | Table]:
     lines += [Text(), *ladder_tables(advice["ladder"])] if advice["ladder"] else []
     if advice["simple"]["fits"]:
         return [*lines, Text(ask)]
-    lines += [Text(f"\nWhat to try first, {training} training:"), table(advice["first"]), Text(LEGEND)]
+    lines += [Text(f"\nWhat to try first, {training} training:"), table(advice["first"])]
+    lines += [*caveats(advice["first"]), Text(LEGEND)]
     if advice["others"]:
         lines += [Text(f"\n{NO_ORDER.format(training=training)}"), table(advice["others"])]
+        lines += caveats(advice["others"])
     if advice["refused"]:
         lines.append(Text("\nThese cannot:"))
         lines += [Text(f"{row['strategy']}: {row['reason']}") for row in advice["refused"]]
@@ -61,10 +63,10 @@ def evidence_tables(measured: dict[str, Any]) -> list[Text | Table]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table with a row per system; at 80 columns only notes wrap."""
+    """Return a table with a row per system, which fits 80 columns; `caveats` has what stands below it."""
     found = columns(*COLUMNS)
     found.columns[0].no_wrap = True
-    found.columns[-1].no_wrap, found.columns[-1].justify = False, "left"
+    found.columns[-1].justify = "left"
     for row in rows:
         figures = [fraction_range([*row["trains"].values()]), f"{row['covered']:.0%}"]
         figures += [format_bytes(int(row["bytes_per_round"])), format_seconds(row["round_seconds"])]
@@ -81,8 +83,17 @@ def fraction_range(found: list[float]) -> str:
 
 
 def notes(row: dict[str, Any]) -> str:
-    """Return remarks on a row."""
-    pretends = f"{row['swapping']:.0%} pretend to have the memory" if row["swapping"] else ""
+    """Return short remarks on a row: those that fit beside its figures."""
     fit = "memory.fit" if row["fit"] else ""
     stages = f"{row['stages']} stages" if row["stages"] > 1 else ""
-    return "; ".join(filter(None, [fit, pretends or row["caveat"], stages]))
+    return "; ".join(filter(None, [fit, stages]))
+
+
+def caveats(rows: list[dict[str, Any]]) -> list[Text]:
+    """Return a line for each row of which there is more to say than fits beside its figures."""
+    found = []
+    for row in rows:
+        pretends = f"{row['swapping']:.0%} of the clients pretend to have the memory" if row["swapping"] else ""
+        if said := pretends or row["caveat"]:
+            found.append(Text(f"{row['strategy']}: {said}"))
+    return found

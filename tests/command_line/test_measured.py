@@ -147,8 +147,21 @@ def test_the_table_of_it() -> None:
     assert len(evidence_tables(evidence(replace(WEAK, adversarial=True), None, CASES))) == 1
 
 
+def test_a_row_that_is_as_good_in_no_more_time_is_said() -> None:
+    """Measured: FeDepth took 4800 s on SD cards. A row that takes longer and is no better is no news."""
+    best = CASES[0].rows[0]
+    near = {**best, "name": "AllSmall, 4 times", "strategy": "allsmall", "verdict": "undecided"}
+    slow = {**near, "seconds": {storage: seconds + 1 for storage, seconds in best["seconds"].items()}}
+    said = evidence(WEAK, FITTED, [replace(CASES[0], longer=(near,))])["text"]
+    assert f"In no more time, with more rounds: AllSmall, 4 times, {best['accuracy']:.1f} % in 1 h 20 min; " in said
+    assert f"FeDepth has {best['accuracy']:.1f} % in 1 h 20 min (undecided)." in said
+    assert evidence(WEAK, FITTED, [replace(CASES[0], longer=(slow,))]) == evidence(WEAK, FITTED, CASES)
+    found = evidence(WEAK, FITTED, [replace(CASES[0], longer=(slow, near))])["text"]
+    assert found == said
+
+
 def test_a_row_that_is_ahead_with_more_rounds_is_said() -> None:
-    longer = {**row("AllSmall, 9 times", "allsmall", 60.0), "seconds": {"sd": 459.0, "nvme": 440.0}}
+    longer = {**row("AllSmall, 9 times", "allsmall", 60.0), "seconds": {"sd": 459.0, "nvme": 440.0}, "verdict": "ahead"}
     said = evidence(WEAK, FITTED, [replace(CASES[0], longer=(longer,))])["text"]
     assert "Ahead with more rounds: AllSmall, 9 times, 60.0 % in 7 min 39 s; FeDepth took 1 h 20 min." in said
     assert "Ahead with more rounds" not in evidence(WEAK, FITTED, CASES)["text"]

@@ -1,8 +1,6 @@
 """Advice: one recommendation with its command, what one would try first, the others without an order, and who cannot."""
 
 import io
-import shlex
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +12,10 @@ from typer.testing import CliRunner
 from piecework.cli import app
 from piecework.commands import base
 from piecework.commands.console import PlainConsole
-from piecework.commands.options import run_command
 from piecework.models.zoo import MODELS, build_blueprint
 from piecework.planning import costs
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
-from piecework.plans.recommend import recommend
 from piecework.plans.suggest import (
     advise,
     cost_model_of,
@@ -45,136 +41,6 @@ def demo() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         only(patch, *SOME)
         return advise(settings, ask(settings))
-
-
-# ---- the recommendation
-
-
-def row(name: str, part: float, covered: float = 1.0, swapping: float = 0.0, fit: str = "") -> dict[str, Any]:
-    figures: dict[str, Any] = {"participation": part, "covered": covered, "swapping": swapping, "min_fraction": covered}
-    figures |= {"round_seconds": 60.0 if fit else 40.0, "stages": 1}
-    return {"strategy": name, "fit": fit} | figures
-
-
-FITTED = {"participation": 0.5, "step": "recomputes 3 atoms", "step_bytes": 60_000_000, "plain_bytes": 90_000_000}
-FITTED |= {"flops": 1.25, "batch_norms": False, "disk_bytes": 5_000_000}
-SIMPLE = {"fits": False, "participation": 0.0, "fitted": FITTED}
-
-
-@pytest.mark.parametrize(
-    ("rows", "settings", "says"),
-    [
-        (
-            [row("fedavg", 0.2), row("fedavg", 1.0, fit="auto"), row("fedepth", 1.0)],
-            {"strategy": "fedavg", "memory.fit": "auto"},
-            "60 MB instead of 90 MB for a step (recomputes 3 atoms), and 1.25 times the FLOPs, and so that much more time to "
-            "compute. A step moves 5 MB to and from the disk. A round takes 1 min 0 s; with fedepth, which trains the model in "
-            "pieces, 40 s.",
-        ),
-        (
-            [row("fedavg", 0.2), row("fedavg", 0.5, fit="auto"), row("fedepth", 1.0), row("allsmall", 1.0, 0.3)],
-            {"strategy": "fedepth"},
-            "whole model in pieces that fit it. Federated averaging of the whole model reaches 50% of the clients, and leaves "
-            "out the others' data.",
-        ),
-        (
-            [row("fedavg", 0.2), row("fedavg", 0.5, fit="auto"), row("fedepth", 0.9), row("allsmall", 1.0, 0.3)],
-            {"strategy": "allsmall"},
-            "a narrower model, 30% of the parameters",
-        ),
-        (
-            [row("fedavg", 0.2), row("fedavg", 0.5, fit="auto"), row("jfat", 1.0, swapping=0.9)],
-            {"strategy": "fedavg", "memory.fit": "auto"},
-            "50% of the clients can train the whole model",
-        ),
-        (
-            [row("fedavg", 0.0), row("fedepth", 0.5), row("allsmall", 1.0, 0.004)],
-            {"strategy": "fedepth"},
-            "50% of the clients train the whole model in pieces that fit it.",
-        ),
-    ],
-    ids=[
-        "whole, in less memory",
-        "in pieces",
-        "narrower",
-        "as many as can, without pretending",
-        "not a model of a channel",
-    ],
-)
-def test_the_whole_model_comes_first_by_what_every_device_can(rows: Any, settings: Any, says: str) -> None:
-    found = recommend(SIMPLE, rows, attacked=False)
-    assert found is not None
-    assert found["settings"] == settings
-    assert says in found["text"]
-
-
-def test_what_was_ahead_in_the_nearest_case_is_recommended_if_every_device_can_do_it() -> None:
-    """The whole model stays first before what is level with it, was not run, or cannot be trained by some."""
-    rows = [row("fedavg", 0.2), row("fedavg", 1.0, fit="auto"), row("fedepth", 1.0), row("allsmall", 1.0, 0.3)]
-
-    def found(rows: Any, ahead: tuple[str, ...], **accuracies: float) -> Any:
-        fits, leader = {"fedavg": "auto"}, max(accuracies, key=lambda name: accuracies[name])
-        ran = [
-            {"name": name, "strategy": name, "fit": fits.get(name, ""), "accuracy": each, "seeds": 1}
-            | {"ahead_of": ahead if name == leader else ()}
-            for name, each in accuracies.items()
-        ]
-        case: Any = SimpleNamespace(rows=ran)
-        advice = recommend(SIMPLE, rows, attacked=False, case=case)
-        assert advice is not None
-        return advice
-
-    pieces = found(rows, ("fedavg",), fedepth=44.0, fedavg=42.0, allsmall=30.0)
-    assert pieces["settings"] == {"strategy": "fedepth"}
-    assert pieces["text"] == (
-        "Every device trains the whole model in pieces that fit it. Every device could do fedavg with memory.fit too, but in "
-        "what was measured nearest that was 2.0 points of accuracy behind after as many rounds (one seed). A round takes 40 s "
-        "here, and 1 min 0 s by fedavg with memory.fit."
-    )
-    narrow = found(rows, ("fedavg", "fedepth"), fedepth=44.0, fedavg=42.0, allsmall=47.0)
-    assert narrow["settings"] == {"strategy": "allsmall"}
-    assert narrow["text"].startswith(
-        "Every device can train a narrower model, 30% of the parameters. Every device could do"
-    )
-    whole = {"strategy": "fedavg", "memory.fit": "auto"}
-    assert found(rows, (), fedepth=44.0, fedavg=42.1)["settings"] == whole
-    assert found(rows, ("fedavg",), fedepth=44.0)["settings"] == whole
-    assert found(rows, ("fedepth",), fedepth=44.0, fedavg=47.0)["settings"] == whole
-    some = [*rows[:2], row("fedepth", 0.9)]
-    assert found(some, ("fedavg",), fedepth=44.0, fedavg=30.0)["settings"] == whole
-    other_ways = [*rows[:2], row("fedepth", 1.0, fit="recompute")]
-    assert found(other_ways, ("fedavg",), fedepth=44.0, fedavg=30.0)["settings"] == whole
-
-
-def test_nothing_is_recommended_where_nothing_can_train_and_attacks_are_asked_for() -> None:
-    assert recommend(SIMPLE, [row("fedavg", 0.0)], attacked=False) is None
-    assert recommend(SIMPLE, [row("allsmall", 1.0, 0.004)], attacked=False) is None
-    attacked = recommend(SIMPLE, [row("allsmall", 1.0, 0.3)], attacked=True)
-    always = recommend(SIMPLE, [row("fedprophet", 1.0)], attacked=True)
-    assert attacked is not None
-    assert always is not None
-    assert attacked["settings"] == {"strategy": "allsmall", "training.adversarial": True}
-    assert always["settings"] == {"strategy": "fedprophet"}
-
-
-def test_the_command_of_a_recommendation_has_what_has_an_effect() -> None:
-    options = {"model": "convnet", "training.batch-size": 8, "strategy": "fedavg", "training.adversarial": True}
-    assigned = ["strategy=prism", "data-dir=my data", "prism.kappa=4"]
-    command = run_command("spafl-digits", assigned, options | {"dataset": "DATASET"}, nodes=4)
-    assert shlex.split(command) == [
-        *("piecework", "run", "--preset", "spafl-digits", "--strategy", "fedavg", "--set", "data-dir=my data"),
-        *(
-            "--model",
-            "convnet",
-            "--set",
-            "training.batch-size=8",
-            "--set",
-            "training.adversarial=true",
-            "--dataset",
-            "DATASET",
-        ),
-        *("--nodes", "4"),
-    ]
 
 
 @pytest.mark.slow
