@@ -1,4 +1,4 @@
-"""What tests of FedProphet share: cascades small enough to be worked out by hand, a run before its first round, clients."""
+"""What tests of FedProphet share: small settings, cascades to be worked out by hand, a run before its first round, clients."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -47,6 +47,33 @@ def built(
 def generator(seed: int = 1) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
+
+def boards(**memory_and_speed: tuple[float | int, float]) -> str:
+    """A fleet of boards that clients get in turn: memory (bytes, or a fraction of a step) and FLOP/s."""
+    table = [
+        {"name": name, "memory" if isinstance(m, int) else "memory-ratio": m, "flops": speed}
+        | {"bandwidth": 1e6, "disk-bandwidth": 1e7}
+        for name, (m, speed) in memory_and_speed.items()
+    ]
+    return json.dumps({"name": "test", "assignment": "round-robin", "device": table})
+
+
+# The demo's convnet falls into three modules. Client 0 has no memory for more than one, 1 no time, 2 both.
+SMALL: dict[str, Any] = TRIO | {
+    "strategy": "fedprophet",
+    "architecture__batch_norm": "running",
+    "training__local_iterations": 2,
+    "attack__steps": 1,
+    "evaluation__attack_steps": 1,
+    "evaluation__attack_examples": 20,
+    "data__validation_fraction": 0.3,
+    "num_rounds": 6,
+    "fedprophet__stage_rounds": 2,
+    "fedprophet__stage_patience": 0,
+    "training__lr": 0.02,
+    "fleet": boards(poor=(0.56, 1e10), slow=(1.3, 1e9), rich=(1.3, 1e11)),
+    "fedprophet__r_min": "0.55x",
+}
 
 # By the authors' memory the convnet falls into (0, 1), (2, 3) and (4,). Of an example the first takes 313,344 FLOPs, the
 # first two with a head 756,352 (2.41 times as many), all 1,350,656 (4.31 times); in the second stage (2, 3) takes 442,368,

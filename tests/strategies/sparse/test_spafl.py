@@ -9,47 +9,22 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from helpers import (
-    TRIO,
-    a_client,
-    arrays_of,
-    few_digits,
-    model_of,
-    random_examples,
-    run_local,
-    same,
-    tiny_settings,
-    training,
-)
-from model_helpers import initial
+from helpers import arrays_of, few_digits, model_of, run_local, same, tiny_settings, training
 from safetensors.numpy import load_file
+from spafl_helpers import SPAFL
 
 import piecework
 from piecework.models.cascade import Blueprint, initial_state
-from piecework.models.compact import layout
 from piecework.models.masked import mask_model
 from piecework.models.model_file import ModelFileError
-from piecework.models.zoo import build_blueprint
-from piecework.planning.step_cost import piece_cost
-from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
-from piecework.server_app.rounds import Run
 from piecework.strategies.sparse.spafl.client import CHANGE, THRESHOLDS, from_words, initial_model, to_words
-from piecework.strategies.sparse.spafl.forms import SparseModel, SparseTrainer, sparse_loss
+from piecework.strategies.sparse.spafl.forms import SparseModel
 from piecework.strategies.sparse.spafl.server import SpaFL
 from piecework.strategies.sparse.spafl.settings import SpaFLSettings
-from piecework.training.loop import PieceModel, load_for_device
+from piecework.training.loop import load_for_device
 from piecework.training.settings import Settings
-from piecework.training.setup import blueprint_for, open_dataset, training_config_for
-
-SPAFL = TRIO | {
-    "strategy": "spafl",
-    "fleet": "spafl",
-    "training__weight_decay": 0.0,
-    "spafl__sparsity": 0.05,
-    "training__local_epochs": 2,
-}
-LOSS = sparse_loss(0.01)
+from piecework.training.setup import blueprint_for, open_dataset
 
 
 def masked_model(settings: Settings) -> Blueprint:
@@ -246,88 +221,6 @@ def test_initial_models_have_a_digest_of_their_own() -> None:
     assert same(built, {name: value.numpy() for name, value in initial_state(model, 1)})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("every", "num_rounds", "optimiser"), [(0, 3, "sgd"), (1, 2, "sgd"), (3, 4, "sgd"), (3, 4, "adam")]
-)
-def test_forms_predict_what_they_take_and_count_what_they_execute(
-    tmp_path: Path, every: int, num_rounds: int, optimiser: str
-) -> None:
-    changes = SPAFL | {
-        "spafl__masked_every": every,
-        "num_rounds": num_rounds,
-        "training__optimiser": optimiser,
-        "training__lr": 0.05,
-        "spafl__sparsity": 0.1,
-        "training__batch_size": 8,
-    }
-    records = run_local(tmp_path, **changes).rounds()
-    for client in (c for record in records for c in record["clients"]):
-        assert client["status"] == "ok"
-        assert 0 < client["measured_peak"] <= client["predicted_peak"]
-    if optimiser != "sgd":  # its thresholds prune too little in four rounds
-        return
-    flops = [sum(c["flops"] for c in record["clients"]) for record in records]
-    pruned = np.mean([layer["density"] for layer in records[-1]["filters"].values()])
-    assert pruned < 0.9
-    assert (flops[-1] < 0.95 * flops[0]) == (every != 1)
-
-
-@pytest.mark.parametrize(("batch_size", "optimiser"), [(2, "sgd"), (16, "sgd"), (2, "adamw")])
-def test_going_from_form_to_form_takes_no_more_than_a_masked_step(
-    tmp_path: Path, batch_size: int, optimiser: str
-) -> None:
-    """Where weights are nearly all that a step takes."""
-    rate = {"training__optimiser": optimiser, "training__lr": 0.1 if optimiser == "sgd" else 1e-4}
-    changes = {"model": "lenet5", "training__batch_size": batch_size} | rate
-    settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}"} | changes)
-    plain = build_blueprint("lenet5", num_classes=10, input_shape=(1, 32, 32))
-    whole = mask_model(
-        plain, settings.of(SpaFLSettings).straight_through, silent=settings.of(SpaFLSettings).silent_norms
-    )
-    cost = piece_cost(
-        whole, (0, 1), "head", training_config_for(settings, 0.1), make_loss=LOSS, piece_class=SparseModel
-    )
-
-    def make(kept: float) -> Callable[[], list[PieceModel]]:
-        def made() -> list[PieceModel]:
-            model = SparseModel(whole, (0, 1), "head", load_for_device(whole, initial(whole)))
-            with torch.no_grad():
-                for layer in model.layers()[:-1]:
-                    layer.tau[int(kept * len(layer.tau)) :] = 1.0
-            return [model]
-
-        return made
-
-    examples, forms = random_examples(4 * batch_size, (1, 32, 32)), []
-    for kept in (0.98, 0.85, 0.5, 0.2):
-        client = a_client(tmp_path / str(kept), settings.with_values({"spafl.masked-every": 0}), blueprint=whole)
-        trainer = SparseTrainer(client, client.training_config, make(kept), LOSS, None, layout(plain, whole))
-        for _ in range(2):
-            trainer.epoch(examples, client.rng("batches"), client.cap, "train")
-        trainer.finish()
-        assert 0 < client.cap.peak_bytes <= cost.peak_bytes
-        forms.append(trainer.macs)
-    assert forms == sorted(forms, reverse=True)
-    assert forms[-1] < 0.2 * forms[0]
-    assert client.cap.peak_bytes < 0.8 * cost.peak_bytes
-
-
-@pytest.mark.slow
-def test_the_forms_learn_alike(tmp_path: Path) -> None:
-    """Behind ReLU a pruned filter has no gradient: what is excluded would not have moved but for momentum, which is 0 here."""
-    runs = [
-        run_local(
-            tmp_path / str(n),
-            **SPAFL | {"spafl__masked_every": n, "training__momentum": 0.0, "num_rounds": 2, "training__lr": 0.1},
-        )
-        for n in (1, 0)
-    ]
-    a, b = (model_of(run_dir)[THRESHOLDS] for run_dir in runs)
-    assert np.abs(a - b).max() < 1e-4
-    assert a.max() > 1e-3
-
-
 def test_local_sends_nothing_and_keeps_its_thresholds(tmp_path: Path, grids: Callable[..., Any]) -> None:
     grid = grids()
     run_dir = run_local(tmp_path, grid, **SPAFL | {"strategy": "local", "num_rounds": 2})
@@ -367,57 +260,6 @@ def test_personal_evaluation_is_of_each_clients_own_model(tmp_path: Path, grids:
     assert second["density"] == pytest.approx(np.mean(densities), abs=1e-6)
 
 
-def test_the_regularisers_weight(tmp_path: Path) -> None:
-    """c(t) of the authors' code, and alpha that falls to 0 within 0.1 above the target."""
-
-    def strategy(**changes: Any) -> SpaFL:
-        settings = tiny_settings(**SPAFL | {"dataset": f"npz:{few_digits()}", "output_dir": str(tmp_path)} | changes)
-        with LocalGrid(3, settings.to_run_config(), 1) as grid:
-            found = Run(grid, settings, RunDir(tmp_path / "none")).server.method
-        assert isinstance(found, SpaFL)
-        return found
-
-    plain = strategy()
-    assert [plain.alpha(n) for n in (1, 5)] == [0.05, 0.05]
-    ramped = strategy(spafl__sparsity_ramp=True)
-    assert [ramped.alpha(n) for n in (1, 2, 200)] == pytest.approx(
-        [0.05 / (1 + np.exp(5)), 0.05 / (1 + np.exp(-5)), 0.05]
-    )
-    aimed = strategy(spafl__target_density=0.4)
-    for density, alpha in ((1.0, 0.05), (0.5, 0.05), (0.45, 0.025), (0.4, 0.0), (0.3, 0.0)):
-        aimed.state.density = density
-        assert aimed.alpha(1) == pytest.approx(alpha)
-
-
-@pytest.mark.slow
-def test_alpha_follows_the_reported_density(tmp_path: Path) -> None:
-    changes = SPAFL | {"num_rounds": 3, "training__batch_size": 8, "spafl__target_density": 0.4, "evaluation__every": 0}
-    first, second, third = run_local(tmp_path, **changes).rounds()
-    assert first["alpha"] == 0.05
-    for before, record in ((first, second), (second, third)):
-        density = np.mean([layer["density"] for layer in before["filters"].values()])
-        assert record["alpha"] == pytest.approx(0.05 * min(1, max(0, (density - 0.4) / 0.1)))
-
-
-def test_what_a_rejected_client_says_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thresholds of 7 and a mask of nothing: neither reaches the density that alpha follows."""
-    original = SparseModel.thresholds
-
-    def spoilt(self: SparseModel) -> np.ndarray:
-        found = original(self)
-        if not calls:
-            found[:] = 7.0
-        calls.append(1)
-        return found
-
-    calls: list[int] = []
-    monkeypatch.setattr(SparseModel, "thresholds", spoilt)
-    monkeypatch.setattr(SparseModel, "mask", lambda self: np.full(160, bool(calls)))  # told before thresholds are
-    (record,) = run_local(tmp_path, **SPAFL).rounds()
-    assert [c["status"] for c in record["clients"]] == ["rejected", "ok", "ok"]
-    assert [layer["density"] for layer in record["filters"].values()] == [1.0] * 5
-
-
 def test_who_lost_a_model_says_so_in_evaluation_too(tmp_path: Path) -> None:
     part = run_local(tmp_path, **SPAFL | {"num_rounds": 2, "training__lr_rounds": 3, "clients_per_round": 2})
     trained = [c["client"] for c in part.rounds()[-1]["clients"]]
@@ -433,84 +275,6 @@ def test_there_is_no_global_model_to_load(tmp_path: Path) -> None:
         ModelFileError, match="holds thresholds alone: every client has a model of its own, in its store"
     ):
         piecework.load(run_dir.path)
-
-
-def test_thresholds_below_0_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SparseModel, "thresholds", lambda self: np.full(160, -0.1, dtype=np.float32))
-    with pytest.raises(Exception, match=r"thresholds from -0\.1 to -0\.1: they must be from 0 to 1"):
-        run_local(tmp_path, **SPAFL)
-
-
-# The authors' code on Fashion-MNIST, as the preset's header has it.
-AUTHORS = {
-    "spafl__straight_through": "flowing",
-    "spafl__importance_update": "authors",
-    "spafl__sparsity_ramp": True,
-    "spafl__client_momentum": True,
-    "spafl__clamp_thresholds": False,
-    "data__pixel_scale": "raw",
-}
-
-
-@pytest.mark.slow
-def test_thresholds_that_are_not_clamped_are_accepted(tmp_path: Path) -> None:
-    """They leave [0, 1], and alpha's ramp moves them much more in round 2 than in round 1."""
-    small = {"model": "lenet5", "dataset": "digits32", "clients": 60, "clients_per_round": 3, "training__batch_size": 8}
-    weak = {"training__lr": 0.005, "spafl__sparsity": 0.002, "evaluation__every": 0, "num_rounds": 2}
-    run_dir = run_local(tmp_path, **SPAFL | AUTHORS | small | weak)
-    assert [c["status"] for record in run_dir.rounds() for c in record["clients"]] == ["ok"] * 6
-    tau = model_of(run_dir)[THRESHOLDS]
-    assert tau.min() < 0
-    assert tau.max() > 1
-
-
-def test_a_threshold_far_from_the_others_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If thresholds are not clamped, a client's movement is compared with that of the others."""
-    original, calls = SparseModel.thresholds, list[int]()
-
-    def spoilt(self: SparseModel) -> np.ndarray:
-        found = original(self)
-        calls.append(1)
-        return found + 1e6 * (len(calls) == 1)
-
-    monkeypatch.setattr(SparseModel, "thresholds", spoilt)
-    (record,) = run_local(tmp_path, **SPAFL | {"spafl__clamp_thresholds": False, "evaluation__every": 0}).rounds()
-    assert [c["status"] for c in record["clients"]] == ["rejected", "ok", "ok"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"evaluation.mode": "central"}, "evaluation.mode = 'central': spafl has only the clients' personal models"),
-        (
-            {"architecture__batch_norm": "local"},
-            "architecture.batch-norm = 'local': spafl always keeps batch norms on the clients",
-        ),
-        (
-            {"spafl__client_momentum": True, "training__momentum": 0.0},
-            "spafl.client-momentum = true: it keeps the clients' momentum, but training.momentum is",
-        ),
-        (
-            {"evaluation__on_clients_every": 2},
-            "evaluation.on-clients-every = 2: spafl has only",
-        ),
-        (
-            {"spafl__masked_every": 2, "spafl__silent_norms": False},
-            "spafl.masked-every = 2: with spafl.silent-norms = false",
-        ),
-        (
-            {"spafl__masked_every": 0, "spafl__frozen_weights": True},
-            "spafl.masked-every = 0: with spafl.frozen-weights = true",
-        ),
-        (
-            {"training__optimiser_state": "8-bit"},
-            "training.optimiser-state = '8-bit': spafl moves momentum between forms",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_local(tmp_path, **SPAFL | changes)
 
 
 @pytest.mark.slow

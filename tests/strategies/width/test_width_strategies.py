@@ -1,9 +1,7 @@
-"""Baselines that scale the model by width, and those that leave poor devices out: on the in-process grid, and by hand."""
+"""Baselines that scale the model by width, and those that leave poor devices out: on the in-process grid."""
 
 import itertools
-import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,10 @@ from helpers import (
     FEW,
     TRIO,
     RecordingGrid,
-    a_blueprint,
-    a_client,
     arrays_of,
     average,
     clients_of,
     examples_of,
-    few_digits,
     first_arrays,
     fleet_json,
     model_of,
@@ -30,38 +25,13 @@ from helpers import (
     training,
 )
 from safetensors.numpy import load_file
-from torch import nn
-from torch.nn import functional as F
+from width_helpers import SMALL, conv_of
 
 from piecework import load
-from piecework.federation.aggregation import UpdateRejectedError
-from piecework.models.cascade import Blueprint
-from piecework.models.channels import channel_axes
-from piecework.models.variant import Variant, vary
-from piecework.models.width import shapes, sub_indices, take, take_first
-from piecework.models.zoo import build_blueprint
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
-from piecework.strategies.width.heterofl.client import classes_of, input_ratios, scale_up, width_loss
-from piecework.strategies.width.heterofl.server import HeteroFL, classes
-from piecework.training.loop import PieceModel
 
-# A narrow convnet, of which clients train all, a half and a quarter.
-SMALL: dict[str, Any] = TRIO | {
-    "strategy": "heterofl",
-    "model": "convnet",
-    "heterofl__width_ratios": "1,0.5,0.25",
-    "training__local_iterations": 2,
-    "num_rounds": 2,
-    "fleet": fleet_json(rich=1.2, some=0.6, poor=0.3),
-}
 POOR = fleet_json(poor=0.3)
-
-
-def conv_of(arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """A convolution between two others: all its channels are cut."""
-    (name,) = [name for name, array in arrays.items() if name.startswith("atoms.1.") and array.ndim == 4]
-    return arrays[name]
 
 
 @pytest.mark.slow
@@ -163,147 +133,6 @@ def test_who_cannot_train_the_narrowest_says_so(tmp_path: Path) -> None:
     run_dir = run_local(tmp_path, **SMALL | {"fleet": fleet_json(rich=1.2, some=0.6, none=0.05), "num_rounds": 1})
     assert [client["status"] for client in clients_of(run_dir)] == ["ok", "ok", "memory"]
     assert clients_of(run_dir)[2]["needed"] > clients_of(run_dir)[2]["budget"]
-
-
-# ---- the model that is served
-
-
-def test_the_widest_trained_net_is_served(tmp_path: Path) -> None:
-    """Half of the channels: 8 of 16 into 8 of 16. A layer of half its inputs computes (W x + b) / 0.5 in training: 2 W, 2 b.
-
-    What is saved computes what the half net computes with its Scaler, and was evaluated. The trained model stays whole.
-    """
-    changes = SMALL | {"fleet": fleet_json(some=0.6, poor=0.3), "architecture__batch_norm": "batch", "dataset": FEW}
-    run_dir = run_local(tmp_path, **changes)
-    saved, trained = load_file(run_dir.path / "model.safetensors"), model_of(run_dir)
-    assert (conv_of(trained).shape[:2], conv_of(saved).shape[:2]) == ((16, 16), (8, 8))
-    np.testing.assert_array_equal(conv_of(saved), 2 * conv_of(trained)[:8, :8])
-    np.testing.assert_array_equal(saved["atoms.0.conv.weight"], trained["atoms.0.conv.weight"][:8])  # of whole images
-    last = max(name for name, array in saved.items() if name.startswith("head.") and array.ndim == 2)
-    np.testing.assert_array_equal(saved[last], trained[last][:, : saved[last].shape[1]])
-    full = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="batch")
-    half = vary(full, Variant(width=0.5, rounding="up"))
-    indices = sub_indices(channel_axes(full), shapes(full), shapes(half), take_first)
-    narrow = filled(half, {name: take(trained[name], where) for name, where in indices.items()})
-    scale_up(narrow, input_ratios(half, full))
-    with np.load(few_digits()) as data, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of batch norms
-        logits, x = load(run_dir.path, normalise=False), torch.tensor(data["x_test"]).permute(0, 3, 1, 2).float()
-        torch.testing.assert_close(logits(x), narrow.logits(x), rtol=1e-4, atol=1e-5)
-        found = load(run_dir.path).predict(data["x_test"]).classes.numpy()
-        assert run_dir.rounds()[-1]["accuracy"] == pytest.approx(float((found == data["y_test"]).mean()))
-
-
-def filled(model: Blueprint, arrays: dict[str, np.ndarray]) -> PieceModel:
-    """The whole model with these arrays."""
-
-    def build(unit: str) -> nn.Module:
-        module = model.build_unit(unit)
-        module.load_state_dict({key: torch.tensor(arrays[f"{unit}.{key}"]) for key in module.state_dict()})
-        return module
-
-    return PieceModel(model, range(len(model.atoms)), "head", build)
-
-
-@pytest.mark.parametrize("strategy", ["heterofl", "fedrolex", "feddrop"])
-def test_the_full_model_is_served_if_it_is_trained(tmp_path: Path, strategy: str) -> None:
-    """By one client of HeteroFL; FedRolex and FedDrop train all channels in time."""
-    fleet = fleet_json(**({"rich": 1.2} if strategy == "heterofl" else {}), some=0.6, poor=0.3)
-    changes = {"strategy": strategy, "architecture__batch_norm": "batch", "num_rounds": 1, "fleet": fleet}
-    run_dir = run_local(tmp_path, **SMALL | changes)
-    assert same(load_file(run_dir.path / "model.safetensors"), model_of(run_dir))
-
-
-def test_a_wider_net_is_served_once_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the run begins no client is known that trains more than a quarter; then one trains all channels."""
-    monkeypatch.setattr(HeteroFL, "fitting_levels", lambda *_: [2])
-    run_dir = run_local(tmp_path, **SMALL | {"architecture__batch_norm": "batch", "num_rounds": 1})
-    assert same(load_file(run_dir.path / "model.safetensors"), model_of(run_dir))
-
-
-# ---- the loss
-
-
-def a_piece() -> PieceModel:
-    blueprint = a_blueprint()
-    torch.manual_seed(0)
-    return PieceModel(blueprint, range(len(blueprint.atoms)), "head", blueprint.build_unit)
-
-
-def test_the_scaler_divides_all_layers_but_the_last() -> None:
-    piece = a_piece()
-    layers = [m for unit in piece.units().values() for m in unit.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-    made: dict[int, torch.Tensor] = {}
-    scale_up(piece, (*[0.25] * (len(layers) - 1), 1.0))
-    for number, layer in enumerate(layers):
-        layer.register_forward_hook(lambda layer, x, out, n=number: made.update({n: out / plain(layer, x[0])}))
-    piece.train(False)
-    piece.logits(torch.randn(4, 1, 8, 8))
-    for number in range(len(layers)):
-        expected = 1.0 if number == len(layers) - 1 else 4.0
-        torch.testing.assert_close(made[number], torch.full_like(made[number], expected), rtol=1e-3, atol=1e-3)
-
-
-def test_a_layers_ratio_is_that_of_its_inputs() -> None:
-    """Images are never cut, and the last layer is not scaled; 1 of 8 channels is what is left of a sixteenth."""
-    build = partial(build_blueprint, "convnet", num_classes=10, input_shape=(1, 8, 8))
-    ratios = input_ratios(build(width=0.5), build())
-    assert ratios == (1.0, *[0.5] * (len(ratios) - 2), 1.0)
-    resnet = partial(build_blueprint, "resnet18", num_classes=10, input_shape=(1, 28, 28))
-    ratios = input_ratios(resnet(width=0.0625 / 8), resnet(width=0.125))
-    assert (ratios[0], ratios[1], ratios[-1]) == (1.0, 1 / 8, 1.0)
-
-
-def plain(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a layer makes without hooks."""
-    found: torch.Tensor = layer.forward(x)
-    return found
-
-
-def test_logits_of_absent_classes_are_nought() -> None:
-    """Classes 0 to 3 are there: loss -z_y + ln(sum_0..3 e^z + 6 e^0), and no gradient on the other rows."""
-    piece = a_piece()
-    present = tuple(n < 4 for n in range(10))
-    loss = width_loss((), present)([piece])
-    x, y = torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])
-    z = piece.logits(x).detach()
-    by_hand = (-z[range(6), y] + (z[:, :4].exp().sum(1) + 6).log()).mean()
-    value = loss(x, y)
-    torch.testing.assert_close(value, by_hand)
-    value.backward()  # type: ignore[no-untyped-call]
-    gradient = next(iter(piece.head.parameters())).grad
-    assert gradient is not None
-    assert (gradient[4:] == 0).all()
-    assert (gradient[:4] != 0).any()
-    unmasked = width_loss((), ())([piece])(x, y)
-    torch.testing.assert_close(unmasked, F.cross_entropy(z, y))
-
-
-@pytest.mark.slow
-def test_rows_of_absent_classes_stay_as_they_are(tmp_path: Path) -> None:
-    """Each client has two of the ten classes; the rows of classes that are no client's are bit-identical."""
-    changes = {"data__partition": "pathological", "data__partition_classes": 2, "num_rounds": 1}
-    run_dir = run_local(tmp_path, **SMALL | changes)
-    settings = tiny_settings(**SMALL | changes | {"dataset": "digits"})
-    before, after = first_arrays(settings), model_of(run_dir)
-    (name,) = [name for name, array in before.items() if name.startswith("head.") and array.ndim == 2]
-    moved = (before[name] != after[name]).any(axis=1).sum()
-    assert 2 <= moved <= 6
-    unmasked = run_local(tmp_path / "all", **SMALL | changes | {"heterofl__masked_loss": False})
-    assert (before[name] != model_of(unmasked)[name]).any(axis=1).sum() == 10
-
-
-def test_classes_that_make_no_sense() -> None:
-    assert classes([3, 1, 3], 4) == [1, 3]
-    for told in (None, [], [4], [-1], [True], ["1"], 3, [1.0]):
-        with pytest.raises(UpdateRejectedError, match=r"classes is .*: it must list classes from 0 to 3"):
-            classes(told, 4)
-
-
-def test_a_clients_classes(tmp_path: Path) -> None:
-    client = a_client(tmp_path, tiny_settings())
-    labels = set(client.local_data(0).labels.tolist())
-    assert classes_of(client) == tuple(n in labels for n in range(10))
 
 
 # ---- those without sub-models
@@ -448,31 +277,3 @@ def test_own_norms_are_trained_on(tmp_path: Path, grids: Any) -> None:
 def test_systems_without_norms_of_their_own(tmp_path: Path, strategy: str) -> None:
     with pytest.raises(ValueError, match=rf"batch-norm = 'local': clients of {strategy} have no norms of their own"):
         run_local(tmp_path, **TRIO | {"strategy": strategy, "architecture__batch_norm": "local"})
-
-
-# ---- sub-models that are left out of the mean
-
-
-@pytest.mark.slow
-def test_sub_models_of_a_ratio_are_left_out_of_the_mean(tmp_path: Path) -> None:
-    """FeDepth's Figure 2: all train, and the model is the mean of the others alone; without any left out, of all."""
-    for left_out, counted in (("", 3), ("0.25", 2), ("0.5,0.25", 1)):
-        grid = type("Recording", (RecordingGrid,), {})
-        changes = {"heterofl__left_out": left_out, "heterofl__masked_loss": False, "num_rounds": 1}
-        run_dir = run_local(tmp_path / str(counted), grid, **SMALL | changes)
-        replies = sorted((arrays_of(m) for m in training(grid.last.received)), key=lambda each: -conv_of(each).size)
-        assert len({conv_of(each).shape for each in replies}) == 3
-        own = model_of(run_dir)
-        name = next(name for name, array in own.items() if array is conv_of(own))
-        corner = [each[name][0, 0].astype(np.float64) for each in replies[:counted]]  # which all three have
-        np.testing.assert_allclose(own[name][0, 0], np.mean(corner, axis=0), atol=1e-7)
-        outside = conv_of(replies[0])[-1, -1]  # which only the widest has
-        np.testing.assert_allclose(own[name][-1, -1], outside, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("left_out", "wrong"), [("0.3", "0.3 is not one of the width ratios"), ("1,0.5,0.25", "leave at least one")]
-)
-def test_what_cannot_be_left_out(left_out: str, wrong: str) -> None:
-    with pytest.raises(ValueError, match=wrong):
-        tiny_settings(**SMALL | {"heterofl__left_out": left_out})
