@@ -1,4 +1,4 @@
-"""A client's store on disk, its features, and the messages between server and client."""
+"""A client's store on disk: units, states, and tasks and experiments beside each other."""
 
 import hashlib
 import json
@@ -8,29 +8,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from helpers import TRIO, run_local
+from store_helpers import A, files
 from torch import nn
 
 from piecework.client_app import file_lock
 from piecework.client_app.local_norms import overlay_norms, spread
-from piecework.client_app.store import FeatureWriter, Store
-from piecework.models.mix import Mix
-from piecework.models.variant import Variant
-from piecework.models.work_item import WorkItem
+from piecework.client_app.store import Store
 from piecework.server_app.local_grid import LocalGrid
-from piecework.server_app.ordered_grid import identify
-from piecework.strategies.cascade.fedepth.mutual import Mutual
-from piecework.training.answers import Outcome, reply
-from piecework.training.examples import feature_examples
-from piecework.training.messages import Question, Task, content_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,13 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path, "experiment", 3, "train-1")
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-A = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 # ---- units
@@ -381,115 +365,3 @@ def test_an_experiment_in_use_is_not_removed(tmp_path: Path, monkeypatch: pytest
     assert (a.exists(), b.is_dir(), len(now.notes)) == (False, True, 1)
     again = Store(tmp_path, "a" * 32, 3, "train-2")
     assert again.newest_state(1) is None
-
-
-# ---- features
-
-
-def test_features_are_written_batch_by_batch(tmp_path: Path) -> None:
-    path = tmp_path / "features-train.npy"
-    writer = FeatureWriter(path, 5, (2, 3), limit=5 * 6 * 4)
-    blocks = np.arange(30, dtype=np.float32).reshape(5, 2, 3)
-    writer.put(np.array([2, 3, 0]), blocks[[2, 3, 0]])  # two neighbours, and one
-    writer.put(np.array([1, 4]), blocks[[1, 4]])
-    assert not path.exists()
-    features = writer.close()
-    assert isinstance(features, np.memmap)
-    assert not features.flags.writeable
-    assert features.tolist() == blocks.tolist()
-    assert files(tmp_path) == ["features-train.npy"]
-
-
-def test_features_in_another_order_or_type(tmp_path: Path) -> None:
-    writer = FeatureWriter(tmp_path / "f.npy", 2, (3, 2), limit=10**6)
-    block = np.arange(12, dtype=np.float64).reshape(2, 2, 3).transpose(0, 2, 1)
-    writer.put(np.arange(2), block)
-    features = writer.close()
-    assert features.dtype == np.float32
-    assert features.tolist() == block.tolist()
-
-
-def test_features_in_bfloat16(tmp_path: Path) -> None:
-    """Two bytes a value: 257 needs nine bits and rounds to 256."""
-    writer = FeatureWriter(tmp_path / "f.npy", 2, (2,), limit=8, kind=np.uint16)
-    writer.put(np.arange(2), torch.tensor([[1.0, 257.0], [-0.5, 0.0]]).bfloat16().view(torch.uint16).numpy())
-    features = writer.close()
-    assert (features.dtype, features.nbytes) == (np.uint16, 8)
-    z = feature_examples(features, np.zeros(2)).read(np.array([1, 0]))
-    assert (z.dtype, z.tolist()) == (torch.float32, [[-0.5, 0.0], [1.0, 256.0]])
-
-
-def test_features_over_the_limit_say_so_before_writing(tmp_path: Path) -> None:
-    message = (
-        r"features of 1000 examples of shape \(16, 8\) take 512,000 bytes, more than memory.feature-cache-bytes = 511,999: "
-        "raise it, or give the client fewer examples"
-    )
-    with pytest.raises(OSError, match=message):
-        FeatureWriter(tmp_path / "f.npy", 1000, (16, 8), limit=511_999)
-    assert files(tmp_path) == []
-
-
-# ---- messages
-
-TASK = Task(
-    experiment_id="abc",
-    round=3,
-    state_round=2,
-    strategy="fedepth",
-    budget=2**40,
-    reference=12_345,
-    lr=0.1,
-    state_dir="/somewhere",
-    enforced=False,
-    costs={WorkItem((0, 1)): 10, WorkItem((0, 1), mode=Mutual(2)): 20},
-    frozen={"atoms.0": "ab" * 32},
-)
-
-
-def test_a_task_round_trips() -> None:
-    sent = TASK.to_record()
-    assert sent["state-round"] == 2
-    assert sent["costs"] == '[[{"atoms":[0,1]},10],[{"atoms":[0,1],"copies":2},20]]'
-    assert sent["frozen"] == f'{{"atoms.0":"{"ab" * 32}"}}'
-    assert Task.from_record(sent) == TASK
-    assert Task.from_record(replace(TASK, costs={}).to_record()).costs == {}
-
-
-def test_a_task_carries_the_network_and_whether_it_is_attacked() -> None:
-    narrow = replace(TASK, variant=Variant(width=0.5, changes=(Mix((0, 3)),)), adversarial=True)
-    assert narrow.to_record()["variant"] == '{"width":0.5,"nets":[0,3]}'
-    assert Task.from_record(narrow.to_record()) == narrow
-
-
-@pytest.mark.parametrize("wanted", [[], ["ab", "cd"]])
-def test_a_question_round_trips(wanted: list[str]) -> None:
-    question = Question("abc", "/somewhere", wanted)
-    assert Question.from_record(ConfigRecord.inflate(question.to_record().deflate())) == question
-
-
-def test_a_reply() -> None:
-    identify(1)
-    message = Message(RecordDict(), dst_node_id=7, message_type="train")
-    answer = reply(message, Outcome("ok"), {"num-examples": 3, "loss": 0.5})
-    assert answer.metadata.src_node_id == 7
-    assert dict(answer.content.metric_records["metrics"]) == {"num-examples": 3, "loss": 0.5}
-    assert len(answer.content.array_records["arrays"]) == 0
-    arrays = ArrayRecord({"a": Array(A)})
-    assert reply(message, Outcome("ok"), {}, arrays).content.array_records["arrays"] == arrays
-
-
-def test_content_bytes() -> None:
-    array = Array(A)
-    assert len(array.data) == 128 + 24  # a .npy header and six floats
-    metrics = MetricRecord({"ab": 1, "c": [1.0, 2.0]})
-    config = ConfigRecord({"name": "four", "none": "", "flag": True, "n": 3, "list": ["a", "bc"], "empty": []})
-    metric_size = 2 + 8 + 1 + 16
-    config_size = (4 + 4) + (4 + 0) + (4 + 1) + (1 + 8) + (4 + 3) + (5 + 0)
-    assert content_bytes(RecordDict({"m": metrics})) == metric_size
-    assert content_bytes(RecordDict({"c": config})) == config_size
-    arrays = ArrayRecord({"w": array})
-    assert content_bytes(RecordDict({"a": arrays})) == arrays.count_bytes() >= 152
-    assert content_bytes(RecordDict({"a": arrays, "m": metrics, "c": config})) == (
-        arrays.count_bytes() + metric_size + config_size
-    )
-    assert content_bytes(RecordDict({"o": Outcome("ok").to_record(), "j": ConfigRecord({"j": json.dumps({})})})) > 0

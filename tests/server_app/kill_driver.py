@@ -1,4 +1,4 @@
-"""Runs an experiment of test_rounds.py in child processes that kill themselves: `kill_driver.py FOLDER SETTINGS POINT...`.
+"""Runs an experiment of test_resume.py in child processes that kill themselves: `kill_driver.py FOLDER SETTINGS POINT...`.
 
 Each point is a moment of round 3, or of round 1 (`first-round`), or in the N-th tensor that goes to a page (`page-N`).
 The child gets SIGKILL there, so nothing can tidy up after it.

@@ -1,16 +1,12 @@
-"""Whole runs on the in-process grid: what reaches the model, what is recorded, when a run ends."""
+"""Whole runs on the in-process grid: what reaches the model, what is recorded, how messages are exchanged."""
 
 import json
-import re
-import sys
 from collections.abc import Iterable, Iterator
-from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Message, RecordDict
 from helpers import (
     TRIO,
     RecordingGrid,
@@ -28,7 +24,6 @@ from helpers import (
 )
 
 from piecework.client_app import prepare
-from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.transport import Transport
 from piecework.server_app.experiment import run_experiment
 from piecework.server_app.local_grid import LocalGrid
@@ -325,127 +320,3 @@ def test_a_run_keeps_to_max_in_flight(tmp_path: Path) -> None:
 
 def test_an_exchange_without_messages_ends() -> None:
     assert list(Transport(Echo(1), 4, 100).exchange(1, [])) == []
-
-
-# ---- how a run ends
-
-
-def test_fedavg_on_small_devices_aborts_and_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RunAbortedError) as caught:
-        run_local(tmp_path, strategy="fedavg", fleet="demo", clients_per_round=0)
-    # the largest board has 0.95 of a step of 1,030,568 bytes
-    first, second, fit, pieces, smaller = str(caught.value).splitlines()
-    assert first == "no client trained in round 1: 20 asked, 20 refused for memory"
-    assert "client 3 (board-d): training the whole model needs 1,030,568 bytes" in second
-    assert "the budget allows 979,039" in second
-    # The gentlest remedy comes first: whom it reaches, its bytes and its FLOPs on the poorest of them.
-    assert fit.startswith(
-        "try: memory.fit = auto (board-a, board-b, board-c, board-d can then train the whole model, in "
-    )
-    assert re.search(r"in [45]\d\d,\d{3} bytes instead of 1,030,568 .* for 1\.\d\d times the FLOPs: pages through", fit)
-    assert pieces == "or: strategy = fedepth trains the whole model in pieces"
-    assert smaller.startswith("or: training.batch-size")
-    run = RunDir(tmp_path / "run")
-    summary = run.summary()
-    assert (summary["status"], summary["reason"]) == ("failed", str(caught.value))
-    assert (summary["clients_asked"], summary["clients_failed"], summary["max_peak_over_budget"]) == (20, 20, None)
-    assert {c["status"] for c in clients_of(run)} == {"memory"}
-    assert run.load_checkpoint() is None  # resumed, the round is done again
-    assert not (run.path / "model.safetensors").exists()
-
-
-def test_max_empty_rounds(tmp_path: Path) -> None:
-    with pytest.raises(RunAbortedError, match="no client trained in round 3"):
-        run_local(tmp_path, strategy="fedavg", fleet="demo", num_rounds=5, faults__max_empty_rounds=3)
-    assert len(RunDir(tmp_path / "run").rounds()) == 3
-
-
-def test_one_useful_reply_resets_the_empty_rounds(tmp_path: Path) -> None:
-    class EveryOther(RecordingGrid):
-        """All answers of rounds 1, 3 and 4 are errors."""
-
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            replies = []
-            for reply in super().pull_messages(message_ids):
-                (task,) = [m for m in self.sent if m.metadata.message_id == reply.metadata.reply_to_message_id]
-                lost = reply.metadata.message_type == "train" and task.metadata.group_id in ("1", "3", "4")
-                replies.append(Message(Error(8, "gone"), reply_to=task) if lost else reply)
-            return replies
-
-    with pytest.raises(
-        RunAbortedError, match="no client trained in round 4: 3 asked, 0 refused for memory\nclient 0: error 8"
-    ):
-        run_local(tmp_path, EveryOther, strategy="fedavg", num_rounds=9, faults__max_empty_rounds=2, **TRIO)
-    assert [r["answered"] for r in RunDir(tmp_path / "run").rounds()] == [0, 3, 0, 0]
-
-
-def test_target_accuracy_ends_a_run(tmp_path: Path) -> None:
-    run = run_local(tmp_path, num_rounds=3, evaluation__target_accuracy=0.02, strategy="fedavg", **TRIO)
-    assert (len(run.rounds()), run.summary()["status"]) == (1, "completed")
-    assert (run.path / "model.safetensors").is_file()
-    assert (
-        len(
-            run_local(
-                tmp_path / "high", num_rounds=2, evaluation__target_accuracy=0.9999, strategy="fedavg", **TRIO
-            ).rounds()
-        )
-        == 2
-    )
-
-
-def test_patience_ends_a_run(tmp_path: Path) -> None:
-    run = run_local(
-        tmp_path,
-        num_rounds=6,
-        evaluation__patience=2,
-        training__lr=1e-30,
-        strategy="fedavg",
-        architecture__batch_norm="batch",
-        **TRIO,
-    )
-    assert len({record["accuracy"] for record in run.rounds()}) == 1
-    assert len(run.rounds()) == 3
-
-
-def test_too_few_nodes(tmp_path: Path) -> None:
-    settings = tiny_settings(clients=5, messages__node_timeout=0.01, output_dir=str(tmp_path))
-    run_dir = RunDir(tmp_path / "run")
-    with (
-        LocalGrid(3, settings.to_run_config()) as grid,
-        pytest.raises(TooFewNodesError, match=r"3 of 5 clients connected within 0\.01 s \(messages.node-timeout\)"),
-    ):
-        run_experiment(grid, settings, run_dir)
-    assert run_dir.summary()["status"] == "failed"
-    assert "3 of 5 clients" in run_dir.summary()["reason"]
-
-
-def test_clients_0_takes_who_is_there(tmp_path: Path) -> None:
-    settings = tiny_settings(clients=0, clients_per_round=0, data__validation_fraction=0.85, output_dir=str(tmp_path))
-    run_dir = RunDir(tmp_path / "run")
-    with LocalGrid(4, settings.to_run_config()) as grid:
-        run_experiment(grid, settings, run_dir)
-    assert [c["client"] for c in clients_of(run_dir)] == [0, 1, 2, 3]
-
-
-class DeadAtOnce:
-    """A context of multiprocessing whose processes end as soon as they start, as those of a script without a guard do."""
-
-    Pipe = staticmethod(Pipe)
-    exitcode = 1
-
-    def Process(self, **_: Any) -> "DeadAtOnce":
-        return self
-
-    def start(self) -> None: ...
-    def join(self) -> None: ...
-    def kill(self) -> None: ...
-
-
-def test_workers_that_cannot_start_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not wait for clients, and says which line may be missing."""
-    monkeypatch.setattr("piecework.server_app.local_grid.multiprocessing.get_context", lambda _: DeadAtOnce())
-    with pytest.raises(RunAbortedError, match=r'exit code 1 before it could train.*under `if __name__ == "__main__":`'):
-        run_local(tmp_path, strategy="fedavg", workers=2, **TRIO)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "<stdin>"), raising=False)
-    with pytest.raises(RunAbortedError, match=r"<stdin>, is no file. Write it to a file, or run with workers = 1"):
-        run_local(tmp_path / "stdin", strategy="fedavg", workers=2, **TRIO)
