@@ -174,10 +174,10 @@ def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Se
     }
 
 
-def quicker(case: Case) -> dict[str, Any] | None:
-    """Return the row that is not behind the first one by having more rounds, and takes no longer on any storage, if one is."""
+def as_quick(case: Case) -> list[dict[str, Any]]:
+    """Return the rows that are not behind the first one by having more rounds, and take no longer on any storage."""
     limit = case.rows[0]["seconds"]
-    return next((row for row in case.longer if all(row["seconds"][each] <= limit[each] for each in limit)), None)
+    return [row for row in case.longer if all(row["seconds"][each] <= limit[each] for each in limit)]
 
 
 def longer_text(case: Case, storage: str) -> str:

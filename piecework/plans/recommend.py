@@ -3,11 +3,12 @@
 The whole model comes first, if every device can train it, unless something else was ahead in what was measured nearest.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from piecework.device_profiles.profile import format_bytes
 from piecework.device_profiles.units import format_seconds
-from piecework.plans.measured import Ahead, Case, ahead_of, quicker
+from piecework.plans.measured import Ahead, Case, ahead_of, as_quick
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST
 
@@ -15,12 +16,15 @@ USEFUL = 0.05  # of a model's parameters; less is no model that one would use
 Row = dict[str, Any]
 
 
-def recommend(simple: Row, rows: list[Row], attacked: bool, case: Case | None = None) -> Row | None:
+def recommend(
+    simple: Row, rows: list[Row], attacked: bool, case: Case | None = None, others: Sequence[Row] = ()
+) -> Row | None:
     """Return the row to try first, as `strategy`, `settings` to give and `text`, which says why; None if nothing can train.
 
     The whole model comes first, if every device can train it: in a plain step, then in one that takes less memory, then in
     pieces. Else it is the narrow model that every device can train, and last what most clients can do. If another one that
     every device can do was ahead of it in the `case` that was measured nearest, after as many rounds, that is recommended.
+    Of `others`, too, one is named that came as far there in no more time.
     """
     useful = [row for row in rows if row["participation"] and row["covered"] >= USEFUL]
     everyone = [row for row in useful if row["participation"] - row["swapping"] == 1]
@@ -33,7 +37,7 @@ def recommend(simple: Row, rows: list[Row], attacked: bool, case: Case | None = 
     text = reason_text(simple, chosen, useful)
     if ahead := ahead_of(chosen, everyone, case):
         text, chosen = f"{what_it_trains(ahead.row)} {rival_text(ahead, chosen)}".strip(), ahead.row
-    text = f"{text} {time_text(chosen, everyone, case)}".strip()
+    text = f"{text} {time_text(chosen, [*rows, *others], case)}".strip()
     changes: dict[str, Any] = {"strategy": chosen["strategy"]}
     changes |= {"memory.fit": chosen["fit"]} if chosen["fit"] else {}
     if attacked and find_method(chosen["strategy"]).can.attack != "always":
@@ -89,14 +93,16 @@ def rival_text(ahead: Ahead, rival: Row) -> str:
     )
 
 
-def time_text(chosen: Row, rows: list[Row], case: Case | None) -> str:
-    """Return which of the `rows` to try if time counts: one that came as far in the nearest case in no more time."""
-    found = quicker(case) if case else None
-    if found is None or found["strategy"] == chosen["strategy"]:
-        return ""
-    if found["strategy"] not in (row["strategy"] for row in rows):
-        return ""
-    return f"If time counts more than rounds, try {found['strategy']} with more rounds first: see what was measured."
+def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
+    """Return which other system to try if time counts: all devices can do it, and with more rounds it came as far as soon."""
+    able = [row for row in rows if row["participation"] - row["swapping"] == 1 and row["covered"] >= USEFUL]
+    possible = {row["strategy"] for row in able} - {chosen["strategy"]}
+    names = [row["strategy"] for row in (as_quick(case) if case else ()) if row["strategy"] in possible]
+    return (
+        f"If time counts more than rounds, try {names[0]} with more rounds first: see what was measured."
+        if names
+        else ""
+    )
 
 
 def pieces_text(chosen: Row, rows: list[Row]) -> str:

@@ -62,7 +62,7 @@ def advise(
     able = [row for row in found if not row["reason"]]
     first += [row for name in list_advised() for row in able if row["strategy"] == name]
     situation = situate(settings, question) if climbs else None
-    recommended = recommend(simple, first, attacked, near(situation, read_cases()) if situation else None)
+    recommended = recommend(simple, first, attacked, near(situation, read_cases()) if situation else None, able)
     return {
         "adversarial": attacked,
         "simple": simple,

@@ -150,11 +150,11 @@ def test_if_time_counts_a_row_with_more_rounds_is_named() -> None:
     rows = [row("fedavg", 0.2), row("fedavg", 1.0, fit="auto"), row("allsmall", 1.0, 0.3)]
     hint = "If time counts more than rounds, try allsmall with more rounds first: see what was measured."
 
-    def said(rows: Any, name: str, **seconds: float) -> bool:
+    def said(rows: Any, name: str, others: Any = (), **seconds: float) -> bool:
         best = {"strategy": "fedavg", "fit": "auto", "seconds": {"sd": 100.0, "nvme": 50.0}, "name": "FedAvg, auto"}
-        longer = {"strategy": name, "seconds": seconds, "verdict": "ahead"}
-        case: Any = SimpleNamespace(rows=[best | {"accuracy": 50.0, "ahead_of": ()}], longer=(longer,))
-        advice = recommend(SIMPLE, rows, attacked=False, case=case)
+        longer = [{"strategy": each, "seconds": seconds, "verdict": "ahead"} for each in ("splitmix", name)]
+        case: Any = SimpleNamespace(rows=[best | {"accuracy": 50.0, "ahead_of": ()}], longer=longer)
+        advice = recommend(SIMPLE, rows, attacked=False, case=case, others=others)
         assert advice is not None
         assert advice["settings"] == {"strategy": "fedavg", "memory.fit": "auto"}
         return bool(advice["text"].endswith(hint))
@@ -163,6 +163,9 @@ def test_if_time_counts_a_row_with_more_rounds_is_named() -> None:
     assert not said(rows, "allsmall", sd=90.0, nvme=51.0)
     assert not said(rows, "fedavg", sd=90.0, nvme=40.0)
     assert not said([*rows[:2], row("allsmall", 0.9, 0.3)], "allsmall", sd=90.0, nvme=40.0)
+    assert not said([*rows[:2], row("allsmall", 1.0, 0.004)], "allsmall", sd=90.0, nvme=40.0)
+    assert not said(rows[:2], "allsmall", sd=90.0, nvme=40.0)
+    assert said(rows[:2], "allsmall", rows, sd=90.0, nvme=40.0)
 
 
 def test_what_does_not_fit_beside_figures_stands_below() -> None:
