@@ -98,7 +98,7 @@ class Case(_Table):
     settings: Given = {}
     rates_from: str = ""
     seeds: Seeds = ()
-    seeds_for: Names = ()
+    seeds_for: Annotated[Names, Field(min_length=1)] = ()
     search_rounds: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -264,14 +264,17 @@ def _check(claim: Claim) -> None:
 
 
 def _check_seeds_for(claim: Claim, case: Case, where: str) -> None:
-    """Raise ClaimError unless the rows that a case's seeds are for are there, and have no seeds of their own."""
-    if case.seeds_for and not case.seeds:
-        raise ClaimError(f"{where} has seeds-for, but no seeds")
+    """Raise ClaimError unless a case's seeds include the claim's, and are for rows that are run there without their own."""
+    if case.seeds_for and not set(claim.seeds) <= set(case.seeds):
+        raise ClaimError(
+            f"{where}: seeds = {list(case.seeds)}: with seeds-for, add the other rows' {list(claim.seeds)} to compare"
+        )
+    _require_unique(case.seeds_for, where, "seeds-for")
     for name in case.seeds_for:
         row = _named(claim.rows, name, f"{where}: seeds-for: row")
         if row.seeds or case not in claim.cases_of(row):
-            missing = f"has seeds of its own, {list(row.seeds)}" if row.seeds else "is not run in this case"
-            raise ClaimError(f"{where}: seeds-for: the row {name!r} {missing}")
+            why = f"has seeds of its own, {list(row.seeds)}" if row.seeds else "is not run in this case"
+            raise ClaimError(f"{where}: seeds-for: the row {name!r} {why}: take it out")
 
 
 def _check_headline(claim: Claim, headline: Headline) -> None:
@@ -302,9 +305,9 @@ def _check_row(claim: Claim, row: Row) -> None:
         _require_source(row, claim.row(row.rates_from), claim, where)
 
 
-def _require_unique(seeds: Sequence[int], where: str) -> None:
-    if len(set(seeds)) < len(seeds):
-        raise ClaimError(f"{where}: seeds = {list(seeds)}: each must be unique")
+def _require_unique(given: Sequence[int | str], where: str, key: str = "seeds") -> None:
+    if len(set(given)) < len(given):
+        raise ClaimError(f"{where}: {key} = {list(given)}: each must be unique")
 
 
 def _require_source(entry: Any, source: Any, claim: Claim, where: str) -> None:

@@ -90,20 +90,23 @@ def row_of(standing: Standing) -> dict[str, Any]:
         "fit": standing.row.settings.get("memory.fit", ""),
         "accuracy": round(accuracy, 1),
         "seeds": len(standing.by_seed),
+        "rounds": standing.runs[0].rounds,
         "participation": round(100 * (participation or 0.0), 1),
         "seconds": {storage: round(standing.seconds(storage) or 0.0, 1) for storage in STORAGE},
     }
 
 
-def behind(standing: Standing, ran: Sequence[Standing]) -> list[str]:
-    """Return the rows of which one is ahead by the rule for orders."""
-    return [each.row.name for each in ran if each is not standing and difference(standing, each).verdict == "ahead"]
+def behind(standing: Standing, ran: Sequence[Standing]) -> dict[str, float]:
+    """Return the rows of which one is ahead by the rule for orders, and by how many points, with the seeds that both have."""
+    compared = {each.row.name: difference(standing, each) for each in ran if each is not standing}
+    return {name: round(found.points or 0.0, 1) for name, found in compared.items() if found.verdict == "ahead"}
 
 
 def lead_of(first: Standing, second: Standing) -> dict[str, Any]:
     """Return how far the first row is ahead of the second one: points, seeds that both have, and the verdict by the rule."""
     found = difference(first, second)
-    return {"points": round(found.points or 0.0, 1), "seeds": found.seeds, "verdict": found.verdict}
+    points = round(found.points or 0.0, 1)
+    return {"points": points, "next": second.row.name, "seeds": found.seeds, "verdict": found.verdict}
 
 
 def times_of(ran: Sequence[Standing]) -> list[dict[str, Any]]:

@@ -103,10 +103,10 @@ def leader(there: Sequence[Standing]) -> str:
     behind = difference(first, ranked[1])
     if behind.points is None:
         return f"{said}; {ranked[1].row.name} has the next one, {ranked[1].mean:.1f} %."
-    verdict = {"ahead": "ahead", "level": "level"}.get(behind.verdict, "undecided")
+    far = f"{abs(behind.points):.1f} points {'behind' if behind.points >= 0 else 'ahead'}"
+    verdict = {"behind": "ahead"}.get(behind.verdict, behind.verdict)
     return (
-        f"{said}; {ranked[1].row.name} is next, {behind.points:.1f} points behind with the seeds that both have "
-        f"({verdict} by the rule for orders)."
+        f"{said}; {ranked[1].row.name} is next, {far} with the seeds that both have ({verdict} by the rule for orders)."
     )
 
 

@@ -79,7 +79,7 @@ def as_good_with_more_rounds(claim: Claim, case: Case, there: Sequence[Standing]
     if first is None:
         return []
     pairs = [(each, difference(each, first)) for each in with_more_rounds(claim, case, there)]
-    return [(each, found) for each, found in pairs if found.verdict != "behind"]
+    return [(each, found) for each, found in pairs if found.verdict != "behind" and found.points is not None]
 
 
 def decide(points: float, spread: float | None, seeds: int) -> str:

@@ -54,10 +54,11 @@ class Situation:
 class Case:
     """A case of a claim. `rows` have trained, the best first; `idle` are rows that no client can train, `missing` have no run.
 
-    `lead` is that of the first row: points, seeds, and ahead, level or undecided. `times` has for each storage its bytes a
-    second, the simulated seconds in which half of the rows are through, and the row that is ahead then. A row's `seconds` are
-    by storage, in which its rounds are through. `longer` are rows that are not behind the first one by having more rounds;
-    their `verdict` is ahead, level or undecided.
+    `lead` is that of the first row over the `next` one, with the seeds that both have: points, seeds, and ahead, level,
+    undecided or behind, as rows are sorted by all their seeds. `times` has for each storage its bytes a second, the simulated
+    seconds in which half of the rows are through, and the row that is ahead then. A row's `seconds` are by storage, in which
+    its rounds are through; it is `ahead_of` others by so many points. `longer` are rows that are not behind the first one by
+    having more rounds; their `verdict` is ahead, level or undecided.
     """
 
     claim: str
@@ -144,7 +145,7 @@ def ahead_of(chosen: dict[str, Any], rows: Sequence[dict[str, Any]], case: Case 
     best, row = max(measured, key=lambda pair: pair[0]["accuracy"])
     if own["name"] not in best["ahead_of"]:
         return None
-    return Ahead(row, best["accuracy"] - own["accuracy"], min(best["seeds"], own["seeds"]))
+    return Ahead(row, best["ahead_of"][own["name"]], min(best["seeds"], own["seeds"]))
 
 
 def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Sequence[Case]) -> dict[str, Any]:
@@ -181,19 +182,22 @@ def as_quick(case: Case) -> list[dict[str, Any]]:
 
 
 def longer_text(case: Case, storage: str) -> str:
-    """Return which row is ahead of the first one with more rounds, or as good in no more time; empty if none is."""
+    """Return which rows with more rounds are ahead of the first one, or as good in no more time; empty if none is."""
     best = case.rows[0]
-    limit = best["seconds"][storage]
-    useful = (row for row in case.longer if row["verdict"] == "ahead" or row["seconds"][storage] <= limit)
-    for row in useful:
+    limit, said = best["seconds"][storage], ""
+    for row in case.longer:
         took, other = (format_seconds(each["seconds"][storage]) for each in (row, best))
         if row["verdict"] == "ahead":
-            return f" Ahead with more rounds: {row['name']}, {row['accuracy']:.1f} % in {took}; {best['name']} took {other}."
-        return (
-            f" In no more time, with more rounds: {row['name']}, {row['accuracy']:.1f} % in {took}; "
-            f"{best['name']} has {best['accuracy']:.1f} % in {other} ({row['verdict']})."
-        )
-    return ""
+            said += (
+                f" With more rounds {row['name']}, is ahead of it: {row['accuracy']:.1f} % in {took}; it took {other}."
+            )
+        elif row["seconds"][storage] <= limit:
+            verdict = "they are level" if row["verdict"] == "level" else "which is too near to decide"
+            said += (
+                f" With more rounds {row['name']}, has {row['accuracy']:.1f} % in {took}, and {best['name']} "
+                f"{best['accuracy']:.1f} % in {other}: {verdict}."
+            )
+    return said
 
 
 def is_of(row: dict[str, Any], recommended: dict[str, Any] | None) -> bool:
@@ -225,8 +229,13 @@ def who(case: Case, time: dict[str, Any], recommended: dict[str, Any] | None) ->
     """Return who is ahead after as many rounds and in as much time, and whether the recommended system has a run."""
     lead, first = case.lead, case.rows[0]["name"]
     seeds = "one seed" if lead["seeds"] == 1 else f"{lead['seeds']} seeds"
-    verdict = "" if lead["verdict"] == "ahead" else f": {lead['verdict']}"
+    verdict = "" if lead["verdict"] in ("ahead", "behind") else f": {lead['verdict']}"
     said = f"Ahead there after as many rounds: {first}, by {lead['points']:.1f} points ({seeds}{verdict})."
+    if lead["points"] < 0:
+        said = (
+            f"Highest there after as many rounds: {first}; {lead['next']} is {-lead['points']:.1f} points ahead of it with the "
+            f"seeds that both have ({seeds}{verdict})."
+        )
     if time["row"] != first:
         said += (
             f" Ahead in {format_seconds(time['seconds'])} of simulated time, when half of the systems are through: "

@@ -94,14 +94,19 @@ def rival_text(ahead: Ahead, rival: Row) -> str:
 
 
 def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
-    """Return which other system to try if time counts: all devices can do it, and with more rounds it came as far as soon."""
+    """Return which system to compare if time counts: all devices can do it, and with more rounds it came as far as soon."""
     able = [row for row in rows if row["participation"] - row["swapping"] == 1 and row["covered"] >= USEFUL]
-    possible = {row["strategy"] for row in able} - {chosen["strategy"]}
-    names = [row["strategy"] for row in (as_quick(case) if case else ()) if row["strategy"] in possible]
+    possible = {row["strategy"]: row for row in able if row["strategy"] != chosen["strategy"]}
+    found = next((row for row in (as_quick(case) if case else ()) if row["strategy"] in possible), None)
+    if case is None or found is None:
+        return ""
+    best, times = case.rows[0], found["rounds"] / case.rows[0]["rounds"]
+    own, other = chosen["round_seconds"], times * possible[found["strategy"]]["round_seconds"]
     return (
-        f"If time counts more than rounds, try {names[0]} with more rounds first: see what was measured."
-        if names
-        else ""
+        f"If time counts more than rounds, compare {found['strategy']}: with {found['rounds']} rounds it had "
+        f"{found['accuracy']:.1f} % in what was measured nearest, in no more time than {best['name']} with {best['rounds']} "
+        f"({best['accuracy']:.1f} %). Here {times:g} of its rounds take {format_seconds(other)}, and one of "
+        f"{chosen['strategy']} {format_seconds(own)}."
     )
 
 

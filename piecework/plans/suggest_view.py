@@ -13,7 +13,7 @@ from piecework.plans.plan_view import columns
 COLUMNS = ("strategy", "take part", "each", "together", "bytes", "time", "notes")
 LEGEND = (
     "take part: of the clients; each, together: the part of the model that a client trains, and all of them; bytes and time "
-    "are those of a round. With memory.fit: a step of the whole model that takes less memory (docs/howto/memory.md)."
+    "are those of a round. +fit, with memory.fit: a step of the whole model that takes less memory (docs/howto/memory.md)."
 )
 NO_ORDER = "The other systems, {training} training, by name: the order claims nothing."
 
@@ -70,9 +70,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         figures = [fraction_range([*row["trains"].values()]), f"{row['covered']:.0%}"]
         figures += [format_bytes(int(row["bytes_per_round"])), format_seconds(row["round_seconds"])]
-        name = f"{row['strategy']} +fit" if row["fit"] else row["strategy"]
         part = row["participation"] - row["swapping"]
-        found.add_row(name, f"{part:.0%}", *(figures if row["participation"] else "----"), notes(row))
+        found.add_row(shown_name(row), f"{part:.0%}", *(figures if row["participation"] else "----"), notes(row))
     return found
 
 
@@ -82,11 +81,14 @@ def fraction_range(found: list[float]) -> str:
     return low if low == high else f"{low} - {high}"
 
 
+def shown_name(row: dict[str, Any]) -> str:
+    """Return a system's name, with what tells of `memory.fit`, which LEGEND explains."""
+    return f"{row['strategy']} +fit" if row["fit"] else str(row["strategy"])
+
+
 def notes(row: dict[str, Any]) -> str:
-    """Return short remarks on a row: those that fit beside its figures."""
-    fit = "memory.fit" if row["fit"] else ""
-    stages = f"{row['stages']} stages" if row["stages"] > 1 else ""
-    return "; ".join(filter(None, [fit, stages]))
+    """Return a short remark on a row, which fits beside its figures."""
+    return f"{row['stages']} stages" if row["stages"] > 1 else ""
 
 
 def caveats(rows: list[dict[str, Any]]) -> list[Text]:
@@ -95,5 +97,5 @@ def caveats(rows: list[dict[str, Any]]) -> list[Text]:
     for row in rows:
         pretends = f"{row['swapping']:.0%} of the clients pretend to have the memory" if row["swapping"] else ""
         if said := pretends or row["caveat"]:
-            found.append(Text(f"{row['strategy']}: {said}"))
+            found.append(Text(f"{shown_name(row)}: {said}"))
     return found

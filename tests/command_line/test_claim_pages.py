@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from claim_helpers import claim_in, records_of, run_of
 
 from benchmarks.claims.__main__ import do_collect, do_run, do_status, do_table, parser
 from benchmarks.claims.definition import Claim
-from benchmarks.claims.pages import document, pictures
+from benchmarks.claims.pages import document, leader, of_longer, pictures
 from benchmarks.claims.records import Records, RunRecord
 from benchmarks.claims.standings import Standing, current, deadlines, reason_of, standings
 from benchmarks.claims.tables import accuracies
@@ -160,6 +161,44 @@ def test_an_experiment_does_not_compete_and_shows_why_an_order_does_not_hold(cla
     assert shown == {"Pieces", "Narrow", "Alone", "Whole"}
     held = document(claim, Records("pieces", runs[:2], []), standings(claim, runs[:2]))
     assert "Why not" not in held
+
+
+@pytest.mark.parametrize(
+    ("changes", "ends", "said"),
+    [
+        ({}, {1: 0.75}, " With more rounds *Slow* is ahead of it, 70.0 %."),
+        ({}, {1: 0.67}, " With more rounds *Slow* is within 2 points of it, 62.0 %."),
+        ({}, {1: 0.651, 2: 0.669, 3: 0.69}, " With more rounds *Slow* is level with it, 62.0 %."),
+        ({}, {1: 0.60}, ""),  # behind
+        ({}, {4: 0.75}, ""),  # no seed in common
+        ({"num-rounds": 3}, {1: 0.75}, ""),
+        ({"memory.enforce": False}, {1: 0.75}, ""),
+    ],
+    ids=["ahead", "within two points", "level", "behind", "no seed in common", "no more rounds", "without budgets"],
+)
+def test_a_row_that_is_not_behind_with_more_rounds(
+    claim: Claim, changes: dict[str, Any], ends: dict[int, float], said: str
+) -> None:
+    """Pieces ends at 65, 67 and 69 %; both figures are five points lower, as the last two evaluations count."""
+    longer = {"num-rounds": 9} | changes
+    rows = tuple(
+        row.model_copy(update={"role": "experiment", "settings": row.settings | longer}) if row.name == "Slow" else row
+        for row in claim.rows
+    )
+    claim = claim.model_copy(update={"rows": rows})
+    runs = [run_of(claim, ("weak", "Pieces", seed), 0.63 + 0.02 * seed, 300) for seed in (1, 2, 3)]
+    runs += [run_of(claim, ("weak", "Slow", seed), end, 900) for seed, end in ends.items()]
+    there = standings(claim, runs)["weak"]
+    assert of_longer(claim, claim.case("weak"), there) == said
+    assert of_longer(claim, claim.case("weak"), [each for each in there if each.row.name == "Slow"]) == ""
+
+
+def test_the_next_row_may_be_ahead_with_the_seeds_that_both_have(claim: Claim) -> None:
+    """Narrow has 59 % with seed 1, and Pieces 60, but 57.5 over two seeds."""
+    runs = [run_of(claim, ("weak", "Pieces", seed), end, 300) for seed, end in ((1, 0.65), (2, 0.60))]
+    there = standings(claim, [*runs, run_of(claim, ("weak", "Narrow", 1), 0.64, 90)])["weak"]
+    first = "**Narrow** has the highest accuracy, 59.0 %; Pieces is next, "
+    assert leader(there) == f"{first}1.0 points ahead with the seeds that both have (undecided by the rule for orders)."
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,10 @@ def test_a_case_may_have_seeds_of_its_own(make: Make) -> None:
 
 
 def test_the_seeds_of_a_case_may_be_for_some_rows_only(make: Make) -> None:
-    seeds = 'rates-from = "weak"\nseeds = [4, 5, 6]\n'
+    seeds = 'rates-from = "weak"\nseeds = [1, 2, 3]\n'
     claim = make(TWO_CASES.replace('rates-from = "weak"\n', f'{seeds}seeds-for = ["FeDepth"]\n'))
     places = {(case.name, row.name): claim.seeds_of(case, row) for case, row in claim.places()}
-    assert places["skew", "FeDepth"] == (4, 5, 6)
+    assert places["skew", "FeDepth"] == (1, 2, 3)
     assert places["skew", "m-FeDepth"] == places["weak", "FeDepth"] == (1, 2)
     assert places["skew", "bound"] == (1,)
 
@@ -69,10 +69,16 @@ def test_the_seeds_of_a_case_may_be_for_some_rows_only(make: Make) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ('seeds-for = ["FeDepth"]', "case 'skew' has seeds-for, but no seeds"),
-        ('seeds = [4]\nseeds-for = ["bound"]', r"the row 'bound' has seeds of its own, \[1\]"),
-        ('seeds = [4]\nseeds-for = ["ProFL"]', "the row 'ProFL' is not run in this case"),
-        ('seeds = [4]\nseeds-for = ["FeDeph"]', "seeds-for: row 'FeDeph': there is none of this name"),
+        (
+            'seeds-for = ["FeDepth"]',
+            r"case 'skew': seeds = \[\]: with seeds-for, add the other rows' \[1, 2\] to compare",
+        ),
+        ('seeds = [2, 3]\nseeds-for = ["FeDepth"]', r"case 'skew': seeds = \[2, 3\]: with seeds-for, add"),
+        ("seeds = [1, 2]\nseeds-for = []", "case 'skew' seeds-for"),
+        ('seeds = [1, 2]\nseeds-for = ["FeDepth", "FeDepth"]', "seeds-for = .*: each must be unique"),
+        ('seeds = [1, 2]\nseeds-for = ["bound"]', r"the row 'bound' has seeds of its own, \[1\]: take it out"),
+        ('seeds = [1, 2]\nseeds-for = ["ProFL"]', "the row 'ProFL' is not run in this case: take it out"),
+        ('seeds = [1, 2]\nseeds-for = ["FeDeph"]', "seeds-for: row 'FeDeph': there is none of this name"),
     ],
 )
 def test_rows_that_have_no_seeds_of_their_case_are_refused(make: Make, given: str, message: str) -> None:

@@ -109,6 +109,17 @@ def test_what_is_said_of_it() -> None:
     assert "Ahead in" not in fast["text"]
 
 
+def test_the_next_row_may_be_ahead_with_the_seeds_that_both_have() -> None:
+    """Rows are sorted by all their seeds."""
+    lead = {"points": -0.4, "next": "FedAvg, auto", "seeds": 1, "verdict": "undecided"}
+    said = evidence(WEAK, FITTED, [replace(CASES[0], lead=lead)])["text"]
+    assert (
+        "Highest there after as many rounds: FeDepth; FedAvg, auto is 0.4 points ahead of it with the seeds that both have "
+        "(one seed: undecided)." in said
+    )
+    assert "(one seed)." in evidence(WEAK, FITTED, [replace(CASES[0], lead={**lead, "verdict": "behind"})])["text"]
+
+
 def test_what_is_missing_or_far_is_said() -> None:
     other = {"strategy": "splitmix", "settings": {"strategy": "splitmix"}}
     far = evidence(replace(WEAK, poorest=0.9, richest=0.9), other, CASES)
@@ -148,22 +159,32 @@ def test_the_table_of_it() -> None:
 
 
 def test_a_row_that_is_as_good_in_no_more_time_is_said() -> None:
-    """Measured: FeDepth took 4800 s on SD cards. A row that takes longer and is no better is no news."""
+    """On SD cards FeDepth took 4800 s. A row that takes longer and is no better is no news."""
     best = CASES[0].rows[0]
     near = {**best, "name": "AllSmall, 4 times", "strategy": "allsmall", "verdict": "undecided"}
-    slow = {**near, "seconds": {storage: seconds + 1 for storage, seconds in best["seconds"].items()}}
+    slow = {**near, "seconds": {"sd": 4801.0, "nvme": 48.0}}
     said = evidence(WEAK, FITTED, [replace(CASES[0], longer=(near,))])["text"]
-    assert f"In no more time, with more rounds: AllSmall, 4 times, {best['accuracy']:.1f} % in 1 h 20 min; " in said
-    assert f"FeDepth has {best['accuracy']:.1f} % in 1 h 20 min (undecided)." in said
+    assert (
+        "With more rounds AllSmall, 4 times, has 48.0 % in 1 h 20 min, and FeDepth 48.0 % in 1 h 20 min: which is too near to "
+        "decide." in said
+    )
     assert evidence(WEAK, FITTED, [replace(CASES[0], longer=(slow,))]) == evidence(WEAK, FITTED, CASES)
-    found = evidence(WEAK, FITTED, [replace(CASES[0], longer=(slow, near))])["text"]
-    assert found == said
+    assert evidence(WEAK, FITTED, [replace(CASES[0], longer=(slow, near))])["text"] == said
+    level = {**near, "verdict": "level"}
+    assert "in 1 h 20 min: they are level." in evidence(WEAK, FITTED, [replace(CASES[0], longer=(level,))])["text"]
+    quick = replace(WEAK, disk=FAST)
+    assert "AllSmall, 4 times, has" in evidence(quick, FITTED, [replace(CASES[0], longer=(slow,))])["text"]
 
 
 def test_a_row_that_is_ahead_with_more_rounds_is_said() -> None:
-    longer = {**row("AllSmall, 9 times", "allsmall", 60.0), "seconds": {"sd": 459.0, "nvme": 440.0}, "verdict": "ahead"}
+    """However long it takes."""
+    longer = {
+        **row("AllSmall, 9 times", "allsmall", 60.0),
+        "seconds": {"sd": 7200.0, "nvme": 440.0},
+        "verdict": "ahead",
+    }
     said = evidence(WEAK, FITTED, [replace(CASES[0], longer=(longer,))])["text"]
-    assert "Ahead with more rounds: AllSmall, 9 times, 60.0 % in 7 min 39 s; FeDepth took 1 h 20 min." in said
-    assert "Ahead with more rounds" not in evidence(WEAK, FITTED, CASES)["text"]
+    assert "With more rounds AllSmall, 9 times, is ahead of it: 60.0 % in 2 h 0 min; it took 1 h 20 min." in said
+    assert "With more rounds" not in evidence(WEAK, FITTED, CASES)["text"]
     (mixed,) = (case for case in read_cases() if (case.claim, case.name) == ("budgets", "activations, mixed"))
     assert mixed.longer[0]["accuracy"] > mixed.rows[0]["accuracy"]
