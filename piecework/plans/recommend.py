@@ -94,19 +94,25 @@ def rival_text(ahead: Ahead, rival: Row) -> str:
 
 
 def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
-    """Return which system to compare if time counts: all devices can do it, and with more rounds it came as far as soon."""
-    able = [row for row in rows if row["participation"] - row["swapping"] == 1 and row["covered"] >= USEFUL]
-    possible = {row["strategy"]: row for row in able if row["strategy"] != chosen["strategy"]}
-    found = next((row for row in (as_quick(case) if case else ()) if row["strategy"] in possible), None)
-    if case is None or found is None:
+    """Return what to compare if time counts: systems that came as far with more rounds as soon, and that all devices can do."""
+    if case is None:
         return ""
-    best, times = case.rows[0], found["rounds"] / case.rows[0]["rounds"]
-    own, other = chosen["round_seconds"], times * possible[found["strategy"]]["round_seconds"]
+    able = [row for row in rows if row["participation"] - row["swapping"] == 1 and row["covered"] >= USEFUL]
+    possible = {row["strategy"]: row["round_seconds"] for row in able if row["strategy"] != chosen["strategy"]}
+    best, said = case.rows[0], []
+    for name, found in ((row["strategy"], row) for row in as_quick(case)):
+        if name in possible:
+            times = found["rounds"] / best["rounds"]
+            longer = times * possible[name] / chosen["round_seconds"]
+            said.append(
+                f"{name}, which had {found['accuracy']:.1f} % with {found['rounds']} rounds (here {times:g} of them take "
+                f"{longer:.1f} times as long as one of {chosen['strategy']})"
+            )
+    if not said:
+        return ""
     return (
-        f"If time counts more than rounds, compare {found['strategy']}: with {found['rounds']} rounds it had "
-        f"{found['accuracy']:.1f} % in what was measured nearest, in no more time than {best['name']} with {best['rounds']} "
-        f"({best['accuracy']:.1f} %). Here {times:g} of its rounds take {format_seconds(other)}, and one of "
-        f"{chosen['strategy']} {format_seconds(own)}."
+        f"If time counts more than rounds, compare {' and '.join(said)}: in what was measured nearest, that took no longer "
+        f"than {best['rounds']} of {best['name']} ({best['accuracy']:.1f} %)."
     )
 
 

@@ -162,10 +162,11 @@ def test_if_time_counts_a_row_with_more_rounds_is_named() -> None:
         assert advice["settings"] == {"strategy": "fedavg", "memory.fit": "auto"}
         return str(advice["text"].partition("If time counts ")[2])
 
-    hint = (
-        "more than rounds, compare allsmall: with 150 rounds it had 52.3 % in what was measured nearest, in no more time than "
-        "FedAvg, auto with 60 (50.0 %). Here 2.5 of its rounds take 1 min 40 s, and one of fedavg 1 min 0 s."
-    )
+    one = "which had 52.3 % with 150 rounds (here 2.5 of them take 1.7 times as long as one of fedavg)"
+    then = "in what was measured nearest, that took no longer than 60 of FedAvg, auto (50.0 %)."
+    hint = f"more than rounds, compare allsmall, {one}: {then}"
+    both = f"more than rounds, compare splitmix, {one} and allsmall, {one}: {then}"
+    assert said([*rows, row("splitmix", 1.0, 0.3)], "allsmall", sd=100.0, nvme=50.0) == both
     assert said(rows, "allsmall", sd=100.0, nvme=50.0) == hint
     assert said(rows[:2], "allsmall", rows, sd=90.0, nvme=40.0) == hint
     assert said(rows, "allsmall", sd=90.0, nvme=51.0) == ""
