@@ -192,7 +192,7 @@ def longer_text(case: Case, storage: str) -> str:
                 f" With more rounds {row['name']}, is ahead of it: {row['accuracy']:.1f} % in {took}; it took {other}."
             )
         elif row["seconds"][storage] <= limit:
-            verdict = "they are level" if row["verdict"] == "level" else "which is too near to decide"
+            verdict = "they are level" if row["verdict"] == "level" else "the difference is too small to decide"
             said += (
                 f" With more rounds {row['name']}, has {row['accuracy']:.1f} % in {took}, and {best['name']} "
                 f"{best['accuracy']:.1f} % in {other}: {verdict}."

@@ -165,8 +165,8 @@ def test_a_row_that_is_as_good_in_no_more_time_is_said() -> None:
     slow = {**near, "seconds": {"sd": 4801.0, "nvme": 48.0}}
     said = evidence(WEAK, FITTED, [replace(CASES[0], longer=(near,))])["text"]
     assert (
-        "With more rounds AllSmall, 4 times, has 48.0 % in 1 h 20 min, and FeDepth 48.0 % in 1 h 20 min: which is too near to "
-        "decide." in said
+        "With more rounds AllSmall, 4 times, has 48.0 % in 1 h 20 min, and FeDepth 48.0 % in 1 h 20 min: the difference is "
+        "too small to decide." in said
     )
     assert evidence(WEAK, FITTED, [replace(CASES[0], longer=(slow,))]) == evidence(WEAK, FITTED, CASES)
     assert evidence(WEAK, FITTED, [replace(CASES[0], longer=(slow, near))])["text"] == said
