@@ -188,11 +188,10 @@ def longer_text(case: Case, storage: str) -> str:
     for row in case.longer:
         took, other = (format_seconds(each["seconds"][storage]) for each in (row, best))
         if row["verdict"] == "ahead":
-            said += (
-                f" With more rounds {row['name']}, is ahead of it: {row['accuracy']:.1f} % in {took}; it took {other}."
-            )
+            said += f" With more rounds {row['name']}, is ahead of {best['name']}: {row['accuracy']:.1f} % in {took}, and {best['accuracy']:.1f} % in {other}."
         elif row["seconds"][storage] <= limit:
-            verdict = "they are level" if row["verdict"] == "level" else "the difference is too small to decide"
+            level = row["verdict"] == "level"
+            verdict = "they are level" if level else "the difference is too small to decide"
             said += (
                 f" With more rounds {row['name']}, has {row['accuracy']:.1f} % in {took}, and {best['name']} "
                 f"{best['accuracy']:.1f} % in {other}: {verdict}."

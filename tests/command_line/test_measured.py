@@ -184,7 +184,10 @@ def test_a_row_that_is_ahead_with_more_rounds_is_said() -> None:
         "verdict": "ahead",
     }
     said = evidence(WEAK, FITTED, [replace(CASES[0], longer=(longer,))])["text"]
-    assert "With more rounds AllSmall, 9 times, is ahead of it: 60.0 % in 2 h 0 min; it took 1 h 20 min." in said
+    assert (
+        "With more rounds AllSmall, 9 times, is ahead of FeDepth: 60.0 % in 2 h 0 min, and 48.0 % in 1 h 20 min."
+        in said
+    )
     assert "With more rounds" not in evidence(WEAK, FITTED, CASES)["text"]
     (mixed,) = (case for case in read_cases() if (case.claim, case.name) == ("budgets", "activations, mixed"))
     assert mixed.longer[0]["accuracy"] > mixed.rows[0]["accuracy"]
