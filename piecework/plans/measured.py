@@ -183,18 +183,14 @@ def as_quick(case: Case) -> list[dict[str, Any]]:
 
 def longer_text(case: Case, storage: str) -> str:
     """Return which rows with more rounds are ahead of the first one, or as good in no more time; empty if none is."""
-    best = case.rows[0]
-    limit, said = best["seconds"][storage], ""
+    best, said = case.rows[0], ""
+    means = {"ahead": "it is ahead", "level": "they are level", "undecided": "the difference is too small to decide"}
     for row in case.longer:
-        took, other = (format_seconds(each["seconds"][storage]) for each in (row, best))
-        if row["verdict"] == "ahead":
-            said += f" With more rounds {row['name']}, is ahead of {best['name']}: {row['accuracy']:.1f} % in {took}, and {best['accuracy']:.1f} % in {other}."
-        elif row["seconds"][storage] <= limit:
-            level = row["verdict"] == "level"
-            verdict = "they are level" if level else "the difference is too small to decide"
+        if row["verdict"] == "ahead" or row["seconds"][storage] <= best["seconds"][storage]:
+            took, other = (format_seconds(each["seconds"][storage]) for each in (row, best))
             said += (
                 f" With more rounds {row['name']}, has {row['accuracy']:.1f} % in {took}, and {best['name']} "
-                f"{best['accuracy']:.1f} % in {other}: {verdict}."
+                f"{best['accuracy']:.1f} % in {other}: {means[row['verdict']]}."
             )
     return said
 

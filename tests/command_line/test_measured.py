@@ -185,7 +185,7 @@ def test_a_row_that_is_ahead_with_more_rounds_is_said() -> None:
     }
     said = evidence(WEAK, FITTED, [replace(CASES[0], longer=(longer,))])["text"]
     assert (
-        "With more rounds AllSmall, 9 times, is ahead of FeDepth: 60.0 % in 2 h 0 min, and 48.0 % in 1 h 20 min."
+        "With more rounds AllSmall, 9 times, has 60.0 % in 2 h 0 min, and FeDepth 48.0 % in 1 h 20 min: it is ahead."
         in said
     )
     assert "With more rounds" not in evidence(WEAK, FITTED, CASES)["text"]
