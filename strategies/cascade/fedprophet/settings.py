@@ -34,7 +34,8 @@ class FedProphetSettings(Table):
         FEDPROPHET,
     )
     validation_clients: Literal["all", "round"] = setting(
-        "all", "who validates the new model: all clients, or those of the round"
+        "all",
+        "who validates the new model: all clients, or those of the round, so that chance picks the best one if data are skewed",
     )
     apa: bool = setting(True, "Adaptive Perturbation Adjustment (Eqs. 11 and 12)", FEDPROPHET)
     apa_start: NonNegative = setting(0.3, "alpha at the beginning of a stage", FEDPROPHET)
