@@ -1,6 +1,5 @@
 """ProFL from the last block's shrinking to the last one's growing, on the in-process grid."""
 
-import json
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +16,7 @@ from helpers import (
     average,
     clients_of,
     few_digits,
+    fleet_json,
     model_of,
     run_in_parts,
     run_local,
@@ -38,15 +38,6 @@ from piecework.training.setup import open_dataset
 ROOT = Path(__file__).parents[3]
 
 
-def boards(**memory: float | int) -> str:
-    table = [
-        {"name": name, "memory" if isinstance(m, int) else "memory-ratio": m, "flops": 1e9}
-        | {"bandwidth": 1e6, "disk-bandwidth": 1e7}
-        for name, m in memory.items()
-    ]
-    return json.dumps({"name": "test", "assignment": "round-robin", "device": table})
-
-
 # The convnet has the blocks (0, 1), (2, 3) and (4,); 5 and 6 are the basic layers of the second and the third. Client 2 has
 # memory for the output layer in step 1, and for more later.
 SMALL: dict[str, Any] = TRIO | {
@@ -59,7 +50,7 @@ SMALL: dict[str, Any] = TRIO | {
     "profl__distil_lr": 0.01,
     "num_rounds": 13,
     "training__lr": 0.02,
-    "fleet": boards(rich=1.5, some=1.2, poor=0.5),
+    "fleet": fleet_json(rich=1.5, some=1.2, poor=0.5),
 }
 BLOCKS = [[0, 1], [2, 3], [4]]
 LEGS = [
@@ -205,7 +196,7 @@ def test_a_teachers_output_layer_counts_in_the_memory_cost(tmp_path: Path) -> No
     changes = {
         "model": "resnet18",
         "architecture__width": 0.125,
-        "fleet": boards(rich=2.0),
+        "fleet": fleet_json(rich=2.0),
         "architecture__batch_norm": "running",
     }
     changes |= {"dataset": "digits", "profl__stage_rounds": 1, "num_rounds": 3, "training__local_iterations": 1}
@@ -315,7 +306,9 @@ def test_where_no_client_can_train_a_step_every_atom_is_a_block(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "piecework")
-    run_dir = run_local(tmp_path, **SMALL | {"fleet": boards(all=0.77), "profl__shrinking": False, "num_rounds": 10})
+    run_dir = run_local(
+        tmp_path, **SMALL | {"fleet": fleet_json(all=0.77), "profl__shrinking": False, "num_rounds": 10}
+    )
     assert "every atom is a block (layer-wise training)" in caplog.text
     rounds = run_dir.rounds()
     assert [record["stage"] for record in rounds][::2] == [f"growing, step {t}" for t in range(1, 6)]
@@ -328,7 +321,7 @@ def test_a_plan_cuts_as_a_run_does() -> None:
         return [row["name"] for row in make_plan(settings, ask(settings))["modules"]]
 
     assert stages() == ["conv1+conv2 + output module", "conv3+conv4 + output module", "conv5"]
-    assert stages(fleet=boards(all=0.77))[:2] == ["conv1 + output module", "conv2 + output module"]
+    assert stages(fleet=fleet_json(all=0.77))[:2] == ["conv1 + output module", "conv2 + output module"]
 
 
 def test_blocks_for_a_budget(tmp_path: Path) -> None:
@@ -336,7 +329,7 @@ def test_blocks_for_a_budget(tmp_path: Path) -> None:
     run_dir = run_local(
         tmp_path,
         **SMALL
-        | {"profl__blocks": "budget", "fleet": boards(a=0.8, b=1.5), "profl__shrinking": False, "num_rounds": 4},
+        | {"profl__blocks": "budget", "fleet": fleet_json(a=0.8, b=1.5), "profl__shrinking": False, "num_rounds": 4},
     )
     for record in run_dir.rounds():
         assert all(client["pieces"] for client in record["clients"])
@@ -356,19 +349,9 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
     rng, path = np.random.default_rng(0), tmp_path / "images.npz"
     arrays = {f"x_{part}": rng.integers(0, 256, (24, 64, 64, 3), np.uint8) for part in ("train", "test")}
     np.savez(path, **arrays, **{f"y_{part}": np.arange(24) % 3 for part in ("train", "test")})
-    changes = {
-        "dataset": f"npz:{path}",
-        "model": "vit",
-        "architecture__width": 0.125,
-        "clients": 2,
-        "training__batch_size": 4,
-    }
-    changes |= {
-        "profl__stage_rounds": 1,
-        "num_rounds": 7,
-        "training__local_iterations": 1,
-        "fleet": boards(all=1.0),
-    }  # no batch norm, no statistics
+    model = {"dataset": f"npz:{path}", "model": "vit", "architecture__width": 0.125, "fleet": fleet_json(all=1.0)}
+    rounds = {"num_rounds": 7, "profl__stage_rounds": 1}  # no batch norm, no statistics
+    changes = model | rounds | {"clients": 2, "training__batch_size": 4, "training__local_iterations": 1}
     run_dir = run_local(tmp_path, **SMALL | changes)
     assert [record["stage"] for record in run_dir.rounds()] == [
         *("shrinking, step 3", "map, block 3", "shrinking, step 2", "map, block 2"),
@@ -391,7 +374,7 @@ def test_a_vision_transformer_goes_through_all_stages(tmp_path: Path) -> None:
     [
         ({"architecture__batch_norm": "local"}, "architecture.batch-norm = 'local': profl averages whole blocks"),
         (
-            {"fleet": boards(all=0.5)},
+            {"fleet": fleet_json(all=0.5)},
             "step 2 of layer-wise training needs 783,112 bytes, and the richest client has 515,284",
         ),
         (
