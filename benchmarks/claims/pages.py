@@ -131,10 +131,11 @@ def how_to_read(claim: Claim) -> list[str]:
             taken, and ± is the standard deviation over the seeds. Rows in italics are bounds, which are not realistic on
             these devices, or experiments, which show why an order does not hold. Density is the percentage of the
             clients' weights that is not pruned in the last round. Participation is the percentage of asked clients that
-            answered with an update. The peak is the largest one of all clients and seeds, as a fraction of the client's
-            budget. Megabytes (10^6 bytes) are those of all messages of training in a run, down and up. TFLOPs are those
-            of all clients' training. Simulated seconds are those of the fleet's devices, if all of them have this
-            storage; core seconds are the processor time that the run took here. All are means over the seeds."""
+            answered with an update: it is 100 for systems that do not ask clients without a task, however many these are.
+            The peak is the largest one of all clients and seeds, as a fraction of the client's budget. Megabytes (10^6
+            bytes) are those of all messages of training in a run, down and up. TFLOPs are those of all clients'
+            training. Simulated seconds are those of the fleet's devices, if all of them have this storage; core seconds
+            are the processor time that the run took here. All are means over the seeds."""
         ),
         prose(
             """Simulated time is compared at two moments: when the first candidate is through all its rounds, and when half of
