@@ -189,6 +189,8 @@ def footer(picture: Picture, y: float) -> tuple[list[str], float]:
             x, y = 0.0, y + 18
         lines += [swatch(kind, x, y), text(x + 17, y + 10, meaning, size=SMALL)]
         x += wide
+    if picture.name not in CAPTIONS:
+        raise SystemExit(f"{picture.name} has no caption: write one in CAPTIONS of benchmarks/card_captions.py")
     words = " ".join(filter(None, [NUMBERS.get(picture.name, ""), CAPTIONS[picture.name]]))
     for line in wrap(words, LETTERS):
         y += 18

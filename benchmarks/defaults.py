@@ -25,4 +25,6 @@ def with_defaults(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PYPROJECT.write_text(with_defaults(PYPROJECT.read_text(encoding="utf-8")), encoding="utf-8")
+    found = PYPROJECT.read_text(encoding="utf-8")
+    if (written := with_defaults(found)) != found:  # a newer file would be installed again
+        PYPROJECT.write_text(written, encoding="utf-8")

@@ -7,8 +7,10 @@ A case is a run of three rounds: every strategy with each batch norm that it sup
 train with two workers, and two are interrupted and resumed. Recorded are the digest of the trained arrays and, from the
 records, accuracy and loss of each round, bytes of evaluation, and for each client status, peaks and bytes, FLOPs and simulated
 seconds. `check` prints each figure that differs and then exits with 1. A run that ends in an error is recorded by the error's
-type, whatever its message. Digests depend on the machine and on the build of torch, so record on the machine that checks. Both
-commands use two processes of one thread each, for about four minutes, or twenty where no part was traced before.
+type, whatever its message, which `record` prints. It exits with 1 if that is a system's plain case, which then protects
+nothing: add what the system needs to NEEDED. Digests depend on the machine and on the build of torch, so record on the machine
+that checks. Both commands use two processes of one thread each, for about four minutes, or twenty where no part was traced
+before.
 """
 
 import argparse
@@ -97,7 +99,7 @@ OF_A_CLIENT = (
     "evaluation_peak",
 )
 
-ENDED = "ended by"
+ENDED, MESSAGE = "ended by", "message"  # a message may change, and is not compared
 
 Found = dict[str, Any]
 
@@ -134,7 +136,7 @@ def run_case(named: tuple[str, dict[str, Any]]) -> tuple[str, Found]:
         try:
             return name, figures(run(Path(folder), values, resumed=name.endswith(" resumed")))
         except Exception as error:
-            return name, {ENDED: type(error).__name__}
+            return name, {ENDED: type(error).__name__, MESSAGE: str(error)}
 
 
 def run(folder: Path, values: dict[str, Any], resumed: bool) -> RunDir:
@@ -183,7 +185,7 @@ def differences(expected: dict[str, Found], found: dict[str, Found], but: Collec
         before = expected.get(name, {})
         for key in dict.fromkeys([*before, *values]):
             was, now = before.get(key), values.get(key)
-            if json.dumps(was) != json.dumps(now) and key.rpartition(": ")[2] not in but:
+            if key != MESSAGE and json.dumps(was) != json.dumps(now) and key.rpartition(": ")[2] not in but:
                 yield f"{name}: {key}: {was} before, {now} now"
 
 
@@ -206,8 +208,10 @@ def main() -> None:
         options.file.write_text(json.dumps(found, indent=1), encoding="utf-8")
         for name, values in found.items():
             if ENDED in values:
-                print(f"{name}: {values[ENDED]}")
+                print(f"{name}: {values[ENDED]}: {values[MESSAGE]}")
         print(f"{len(found)} cases in {options.file}")
+        if untrained := [name for name in METHODS if ENDED in found.get(name, {})]:
+            sys.exit(f"{', '.join(untrained)} did not train, so that nothing is compared: add what it needs to NEEDED")
         return
     expected = json.loads(options.file.read_text(encoding="utf-8"))
     expected = {name: values for name, values in expected.items() if not only or name.split()[0] in only}

@@ -322,9 +322,12 @@ def isolate_rng(seed: int) -> Iterator[None]:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of a parameter: `atoms.3.conv1.weight` -> `atoms.3`, `head.fc.bias` -> `head`."""
+    """Return the unit of a parameter: `atoms.3.conv1.weight` -> `atoms.3`, `head.fc.bias` -> `head`.
+
+    An array beside the model has a prefix before its unit, which is in one with it: `control_head.fc.bias` -> `control_head`.
+    """
     kind, _, rest = name.partition(".")
-    return kind if kind == "head" or not rest else f"{kind}.{rest.split('.', 1)[0]}"
+    return kind if kind.endswith("head") or not rest else f"{kind}.{rest.split('.', 1)[0]}"
 
 
 def parameter_names(blueprint: Blueprint, unit: str) -> list[str]:

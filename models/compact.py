@@ -110,7 +110,7 @@ def compact_units(units: Units, plan: Layout, empty: Units, parts: Mapping[str, 
             if isinstance(layer, Masked) and isinstance(source, Masked):
                 weight = _join(unit, path, "weight")
                 axis, (rows, inputs) = plan.axes[weight][0], (*parts[weight], None, None)[:2]
-                layer.rows, layer.spread = rows, axis is None or axis.group not in plan.alone
+                layer.rows, layer.zero_filled = rows, axis is None or axis.group not in plan.alone
                 if inputs is not None:
                     there = torch.zeros(source.weight.shape[1], dtype=torch.bool, device=inputs.device)
                     there[inputs] = True

@@ -110,7 +110,7 @@ def _fewer(counts: np.ndarray, events: np.ndarray) -> Iterator[np.ndarray]:
 def effective_rank(sigma: np.ndarray) -> float:
     """Return 2^H, H the entropy (bits) of p_i = sigma_i / sum: the kernels that a layer needs (section 4.4.1).
 
-    It is 0 for a zero layer.
+    The paper prints 2^(-log(sum p log p)), a logarithm too many. It is 0 for a zero layer.
     """
     if not (total := float(sigma.sum(dtype=np.float64))):
         return 0.0

@@ -36,7 +36,7 @@ SHOWN = 3  # atoms, in an error
 
 
 @dataclass(frozen=True)
-class Cut:
+class LayerCut:
     """How a layer is cut: the fraction `keep` of its kernels, whether it is `narrow`, and whether channels are `scattered`."""
 
     keep: float
@@ -93,7 +93,7 @@ class PaddedNorm(nn.BatchNorm2d, Padded):
 class LowRankLSTM(nn.Module):
     """nn.LSTM of one layer, batch first, with two pairs for its gates. The hidden state never meets a full matrix."""
 
-    def __init__(self, whole: nn.LSTM, cut: Cut) -> None:
+    def __init__(self, whole: nn.LSTM, cut: LayerCut) -> None:
         super().__init__()
         gates, self.hidden = 4 * whole.hidden_size, whole.hidden_size
         for name, inputs in (("ih", whole.input_size), ("hh", whole.hidden_size)):
@@ -129,10 +129,10 @@ class LowRank(Change):
 def low_rank(blueprint: Blueprint, keep: float, *, narrow: bool = True, scattered: bool = False) -> Blueprint:
     """Return the sub-model of keep ratio `keep` in (0, 1]. Raises ValueError for a model with nothing to factorise."""
     first, *others = blueprint.atoms
-    cut, live, atoms = Cut(keep, narrow, scattered), None, [first]
+    cut, live, atoms = LayerCut(keep, narrow, scattered), None, [first]
     for number, atom in enumerate(others, start=1):
         last = number == len(others)
-        own = cut if len(atom.shape) == 3 else Cut(keep)  # only maps have channels that may be left out
+        own = cut if len(atom.shape) == 3 else LayerCut(keep)  # only maps have channels that may be left out
         build = partial(build_thin, atom.build, own, live, last)
         with without_data():
             module = atom.build()
@@ -185,7 +185,7 @@ def require_chain(module: nn.Sequential, what: str) -> None:
         )
 
 
-def build_thin(build: Callable[[], nn.Module], cut: Cut, live: int | None, last: bool) -> nn.Module:
+def build_thin(build: Callable[[], nn.Module], cut: LayerCut, live: int | None, last: bool) -> nn.Module:
     """Build an atom with pairs that read `live` channels (None = all), without ever allocating a full weight.
 
     The `last` atom of a plain chain passes all its channels to the head.
@@ -197,7 +197,7 @@ def build_thin(build: Callable[[], nn.Module], cut: Cut, live: int | None, last:
     return materialise(module)
 
 
-def thin_layers(module: nn.Module, cut: Cut, live: int | None, last: bool) -> Iterator[tuple[str, nn.Module]]:
+def thin_layers(module: nn.Module, cut: LayerCut, live: int | None, last: bool) -> Iterator[tuple[str, nn.Module]]:
     """Yield, by name, the layers of an atom that are replaced or appended."""
     if isinstance(module, BasicBlock | PreActivationBlock):
         outputs = module.conv2.out_channels
@@ -234,12 +234,12 @@ def materialise(module: nn.Module) -> nn.Module:
     return module
 
 
-def _padding(cut: Cut, wide: int) -> Padding | None:
+def _padding(cut: LayerCut, wide: int) -> Padding | None:
     """Return the padding from the computed channels to `wide` channels, or None if that is 0."""
     return Padding(wide, cut.channels(wide) * cut.scattered) if wide and cut.narrow else None
 
 
-def _conv(conv: nn.Module, name: str, cut: Cut, live: int | None = None, wide: int = 0, reads: str = "") -> Pair:
+def _conv(conv: nn.Module, name: str, cut: LayerCut, live: int | None = None, wide: int = 0, reads: str = "") -> Pair:
     """Return a pair that reads `live` channels of the layer `reads` and pads to `wide` channels, if given."""
     assert isinstance(conv, nn.Conv2d)
     outputs = cut.channels(conv.out_channels)
@@ -252,14 +252,14 @@ def _conv(conv: nn.Module, name: str, cut: Cut, live: int | None = None, wide: i
     return Pair(v, u, f"{name}.weight", f"{name}.bias" if conv.bias is not None else "", _padding(cut, wide), reads)
 
 
-def _linear(linear: nn.Module, name: str, cut: Cut) -> Pair:
+def _linear(linear: nn.Module, name: str, cut: LayerCut) -> Pair:
     assert isinstance(linear, nn.Linear)
     rank = cut.rank(linear.in_features, linear.out_features)
     v, u = nn.Linear(linear.in_features, rank, bias=False), nn.Linear(rank, linear.out_features)
     return Pair(v, u, f"{name}.weight", f"{name}.bias")
 
 
-def _norm(norm: nn.Module, cut: Cut, follows: str, wide: int = 0) -> nn.Module:
+def _norm(norm: nn.Module, cut: LayerCut, follows: str, wide: int = 0) -> nn.Module:
     assert isinstance(norm, nn.BatchNorm2d)
     thin_norm = PaddedNorm(cut.channels(norm.num_features), track_running_stats=norm.track_running_stats)
     thin_norm.follows = follows

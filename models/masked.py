@@ -74,7 +74,7 @@ class Masked(nn.Module):
     """A layer with thresholds `tau`[N] for N filters `weight`[N, ...].
 
     In a compact form `rows` are the numbers of the kept filters, `absent` is the contribution to sum|w_i| of weights on removed
-    inputs, and `spread` says that zeros fill the places of removed filters. `open` is the mask p of the filters in the last
+    inputs, and `zero_filled` says that zeros stand for removed filters. `open` is the mask p of the filters in the last
     forward pass, and `macs` counts the multiply-accumulates of all forward passes in training.
     """
 
@@ -84,7 +84,7 @@ class Masked(nn.Module):
     fan_in: int
     rows: Tensor | None
     absent: Tensor | None
-    spread: bool
+    zero_filled: bool
     open: Tensor
     macs: int
     clamped: bool
@@ -94,7 +94,7 @@ class Masked(nn.Module):
         self.clamped = clamped
         self.straight_through, self.fan_in = straight_through, self.weight[0].numel()
         self.rows = self.absent = None
-        self.spread, self.macs = False, 0
+        self.zero_filled, self.macs = False, 0
         self.tau = nn.Parameter(torch.zeros(len(self.weight), device=self.weight.device))
 
     def above(self) -> Tensor:
@@ -118,10 +118,10 @@ class Masked(nn.Module):
         return masked
 
     def restore_removed(self, out: Tensor) -> Tensor:
-        """Return out[B, n, ...], with zeros for removed filters if `spread`."""
+        """Return out[B, n, ...], with zeros for removed filters if `zero_filled`."""
         if self.training:
             self.macs += out.numel() * self.weight[0].numel()
-        if self.rows is None or not self.spread:
+        if self.rows is None or not self.zero_filled:
             return out
         place = (slice(None), self.rows)
         wide = out.new_zeros((len(out), len(self.tau), *out.shape[2:]))

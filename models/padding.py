@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Padding:
-    """Pad to `channels` channels: zeros follow the computed ones, or surround them if `scattered`, their number, is not 0."""
+    """Pad to `channels` channels: zeros follow the computed ones, or surround them if their number, `computed`, is given."""
 
     channels: int
-    scattered: int = 0
+    computed: int = 0
 
 
 class Padded(nn.Module):
@@ -23,7 +23,7 @@ class Padded(nn.Module):
     def hold(self, pad: Padding | None) -> None:
         """Set the padding, once."""
         self.channels = pad.channels if pad else 0
-        self.register_buffer("rows", torch.arange(pad.scattered) if pad and pad.scattered else None)
+        self.register_buffer("rows", torch.arange(pad.computed) if pad and pad.computed else None)
 
     def pad(self, z: Tensor) -> Tensor:
         """Return z[B, c, H, W] padded to the full number of channels."""

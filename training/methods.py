@@ -287,6 +287,8 @@ def _entry_of_ones_own(strategy: str) -> Entry:
     own = [base for base in found.__mro__ if not base.__module__.startswith("piecework.")]
     base = METHODS.get(lineage(strategy)[-1], Entry("", WHOLE, can))
     clients = [each.__module__ for each in own if hasattr(sys.modules[each.__module__], "train")]
+    if clients and not any("can" in vars(each) for each in own):
+        can = replace(can, pages=False)  # only the usual step pages
     tables = [f"{each.__module__}:{each.__qualname__}" for each in own if vars(each).get("settings_class") is not None]
     server = strategy if ":" in strategy else f"{found.__module__}:{found.__qualname__}"
     return Entry(server, next(iter(clients), base.client), can, (*base.tables, *tables))

@@ -33,7 +33,7 @@ EXAMPLES = 2
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutModule:
     """A module in parts without values, the last of which is the head, with their names and the shapes of their outputs.
 
     `reason` says why a module is one part; `digest` is of its code and sizes. `vocabulary` is that of its tokens.
@@ -71,13 +71,13 @@ class Same(nn.Module):
 
 
 @lru_cache(maxsize=64)
-def cut(source: Source) -> Cut:
+def cut(source: Source) -> CutModule:
     """Return the module in parts, or as one with the reason. Raises ValueError if it does not map examples to classes."""
     with _disable_current_modes():  # tracing has only tensors of its own mode
         return _narrow_cut(source) if source.width != 1 else _whole_cut(source)
 
 
-def _whole_cut(source: Source) -> Cut:
+def _whole_cut(source: Source) -> CutModule:
     with without_data(), unset_weights():
         root = make(source).eval()
     require_state(root, source)
@@ -103,7 +103,7 @@ def _whole_cut(source: Source) -> Cut:
         ends = [*positions, len(nodes) - 1]
         parts = [_part(root, nodes, a + 1, b + 1) for a, b in zip([-1, *ends[:-1]], ends, strict=True)]
         names, shapes = _names(root, nodes, positions), [tuple(values[nodes[p]].shape[1:]) for p in positions]
-    return Cut(tuple(parts), tuple(names), tuple(shapes), _digest(root, parts, source), vocabulary, reason)
+    return CutModule(tuple(parts), tuple(names), tuple(shapes), _digest(root, parts, source), vocabulary, reason)
 
 
 def _digest(root: nn.Module, parts: Sequence[nn.Module], source: Source) -> str:
@@ -120,7 +120,7 @@ def _digest(root: nn.Module, parts: Sequence[nn.Module], source: Source) -> str:
     return found.hexdigest()
 
 
-def _narrow_cut(source: Source) -> Cut:
+def _narrow_cut(source: Source) -> CutModule:
     """Return the cut of a sub-model by width. Raises ValueError, which names the layer that is in its way."""
     whole = imported(source.name, source.num_classes, source.input_shape, batch_norm=source.batch_norm)
     full, axes = cut(replace(source, width=1.0, ratio=1.0)), channel_axes(whole)
@@ -149,7 +149,7 @@ def _narrow_cut(source: Source) -> Cut:
             raise ValueError(f"{whole.name} cannot be cut by width: in {name!r}, {reason}") from error
         found.append(tuple(x.shape[1:]))
     digest = hashlib.sha256(f"{full.digest} {source}".encode()).hexdigest()
-    return Cut(
+    return CutModule(
         tuple(parts),
         full.names,
         tuple(found[:-1]),

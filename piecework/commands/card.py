@@ -20,7 +20,7 @@ DIFFERS = "Where it differs from the paper: "  # the paragraph of a docstring th
 def find_card(name: str) -> Path:
     """Return the file with the part of a system's card that is written by hand.
 
-    Raises SettingsError for a name that no system of this project has.
+    Raises SettingsError for a name that no system of this project has, and for a system without a card.
     """
     if name not in METHODS:
         near = did_you_mean(name, METHODS)
@@ -28,7 +28,10 @@ def find_card(name: str) -> Path:
             f"{name!r} is no system of this project, and only those have cards: {', '.join(METHODS)}{near}"
         )
     module = sys.modules[load(METHODS[name].server).__module__]
-    return Path(str(module.__file__)).parent / f"{name}.md"
+    path = Path(str(module.__file__)).parent / f"{name}.md"
+    if not path.is_file():
+        raise SettingsError(f"{name} has no card yet: write {path}, with the headings of another system's")
+    return path
 
 
 def write_card(name: str) -> str:

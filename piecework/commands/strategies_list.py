@@ -30,6 +30,7 @@ def strategy_rows() -> list[dict[str, Any]]:
         strategy = load(entry.server)  # not by its name, which a plugin may have too
         can, module = strategy.can, strategy.__module__
         paper = LINK.search(sys.modules[module].__doc__ or "")
+        card = Path(str(sys.modules[module].__file__)).with_name(f"{name}.md")
         rows.append(
             {
                 "strategy": name,
@@ -40,9 +41,7 @@ def strategy_rows() -> list[dict[str, Any]]:
                 "caveat": can.caveat,
                 "not_private": "" if can.private else can.why_not_private,
                 "presets": presets[name],
-                "verdict": verdict_in(
-                    Path(str(sys.modules[module].__file__)).with_name(f"{name}.md").read_text("utf-8")
-                ),
+                "verdict": verdict_in(card.read_text("utf-8") if card.is_file() else ""),
             }
         )
     return rows + [plugin_row(plugin) for found in list_plugins("methods").values() for plugin in found]

@@ -12,6 +12,7 @@ from piecework.cli import app
 from piecework.commands.card import DIFFERS, differences, find_card, paragraphs, write_card
 from piecework.commands.strategies_list import EXPECT, strategy_rows, verdict_in
 from piecework.training.methods import METHODS
+from piecework.training.settings import SettingsError
 
 BASELINES = ("allsmall", "exclusivefl", "fedavg", "origdrop")  # their docstrings state no differences from a paper
 SECTIONS = ("Equations", "Settings to begin with", "What to expect")
@@ -19,6 +20,14 @@ SECTIONS = ("Equations", "Settings to begin with", "What to expect")
 
 def test_every_card_belongs_to_a_system() -> None:
     assert {find_card(name) for name in METHODS} == {ROOT / "piecework" / path.relative_to(ROOT) for path in cards()}
+
+
+def test_a_system_without_a_card_is_listed_and_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "new", METHODS["fedavg"])
+    (row,) = [row for row in strategy_rows() if row["strategy"] == "new"]
+    assert row["verdict"] == ""
+    with pytest.raises(SettingsError, match=r"new has no card yet: write .*whole/fedavg/new\.md"):
+        write_card("new")
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -9,6 +9,7 @@ from helpers import TRIO, clients_of, fleet_json, model_of, numpy_of, run_local,
 from safetensors.numpy import load_file
 
 from piecework.server_app.records import RunDir
+from piecework.training.methods import METHODS
 
 WIDTHS = {"heterofl__width_ratios": "1,0.5,0.25", "fleet": fleet_json(rich=1.2, some=0.6, poor=0.3)}
 PUBLIC: dict[str, Any] = {
@@ -33,6 +34,23 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedrbn": ATTACK | {"architecture__batch_norm": "local", "fleet": fleet_json(rich=2.2, poor=0.3)},
     "fedpm": {"fleet": "spafl", "training__weight_decay": 0.0},  # Adam's moments
 }
+
+ELSEWHERE = (
+    "cocofl",
+    "fedepth",
+    "fedprophet",
+    "jfat",
+    "local",
+    "m-fedepth",
+    "profl",
+    "slt",
+    "spafl",
+)  # in their own tests
+KEEP_NOTHING = ("allsmall", "exclusivefl", "fedavg", "fedprox", "fedrolex", "fjord", "origdrop", "orthdrop")
+
+
+def test_every_system_is_looked_at() -> None:
+    assert {*RUNS, *ELSEWHERE, *KEEP_NOTHING} == set(METHODS)
 
 
 @pytest.mark.slow

@@ -94,6 +94,15 @@ def test_a_child_has_its_parents_client_and_settings(tmp_path: Path) -> None:
     assert {client["status"] for client in clients_of(run)} == {"ok"}
 
 
+def test_a_step_of_ones_own_does_not_page_unless_its_class_says_so(tmp_path: Path) -> None:
+    """Its clients would refuse every task for memory, and advise another system."""
+    assert (find_entry(named(Child)).can.pages, find_entry(named(Plain)).can.pages) == (False, True)
+    with pytest.raises(
+        ValueError, match=r"memory.fit = 'page': the clients of child do not train the whole model with the"
+    ):
+        run_local(tmp_path, **TRIO | {"strategy": named(Child), "memory__fit": "page"})
+
+
 WIDE = """from piecework.strategies.width.heterofl.server import HeteroFL
 class Wide(HeteroFL):
     name = "wide"

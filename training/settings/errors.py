@@ -31,8 +31,10 @@ def describe_unknown_key(key: str, fields: Iterable[str]) -> str:
     if given.replace(".", "-") in known:
         near = [known[given.replace(".", "-")]]
     else:
-        close = get_close_matches(given.rpartition(".")[2], last, n=1, cutoff=0.7)
-        near = [name for name in fields if name.rpartition(".")[2] in close]
+        table, _, word = given.rpartition(".")
+        near = [name for name in fields if table and name.startswith(f"{table}.") and word in re.split("[.-]", name)]
+        close = [] if near else get_close_matches(word, last, n=1, cutoff=0.7)
+        near = near or [name for name in fields if name.rpartition(".")[2] in close]
     if near:
         return f"unknown setting {abbreviate(key)}: did you mean {' or '.join(map(repr, near))}?"
     return f"unknown setting {abbreviate(key)}: `piecework settings` lists all {len(known)}"

@@ -3,8 +3,8 @@
 s^k is a scalar of the block after round k of its step (the paper's epoch), and eps_s^k = s^k - s^{k-1}. Over H rounds a scalar
 moves by D_{s,k}^H = |sum_h eps_s^{k-h}| = |s^k - s^{k-H}|. The block's effective movement is sum_s D_{s,k}^H / sum_s sum_h
 |eps_s^{k-h}|: 1 if every scalar moves in one direction, 0 if all return to where they were. The slope of a least-squares line
-through the effective movements is compared with phi times the block's initial slope. A block whose slope is smaller W times is
-frozen.
+through the effective movements is compared with phi times the block's initial slope (phi is 10 to 20 % in section 3.1). A block
+whose slope is smaller W times is frozen.
 
 Where the paper is silent, details are inferred from the authors' configuration. A line goes through the last H movements. The
 initial slope is the steepest of the first H lines, up or down. The W times are in a row (`in_row` = false: in total). A block

@@ -20,8 +20,8 @@ the unweighted mean over the clients that had it (Eq. 5), and other entries keep
 
 Layers that are decomposed are the k x k convolutions behind the first atom, the MLPs of a transformer and the gates of an LSTM.
 A sub-model has the outputs and gradients of a full model in which the kernels that were not drawn are zero and, after their
-norm, the channels that are not computed. All arrays that are no kernels are averaged over their clients in the same way. Only
-weights are kept between rounds, because kernels are a function of them.
+norm, the channels that are not computed. All arrays that are no kernels are averaged over their clients in the same way.
+Weights are kept between rounds and kernels are not, because they are a function of the weights.
 
 Where it differs from the paper: the paper does not say which keep ratio a device gets. Here it is the largest of
 `prism.keep-ratios` whose sub-model fits, or the one that the fleet sets. Residual sums, 1 x 1 shortcuts and the head are whole.

@@ -62,7 +62,7 @@ class FedPMCut(Cut):
         return replace(super().traffic(parts), bytes=(down, -(-down // 32)))
 
 
-class Masks:
+class MaskCounts:
     """The sum of the clients' masks: `counts` of each score, and the number of `votes`; `coded` bits of each client's mask."""
 
     def __init__(self, scores: int) -> None:
@@ -85,7 +85,7 @@ class FedPM(FedAvg):
 
     def open(self, current: Round) -> None:
         """Begin a round: masks are summed as they arrive."""
-        current.mean = Masks(sum(sizes(current.arrays)))
+        current.mean = MaskCounts(sum(sizes(current.arrays)))
 
     def check(self, received: Received) -> CheckedUpdate:
         """Check a mask, whose unused last bits must be 0. Raises UpdateRejectedError."""

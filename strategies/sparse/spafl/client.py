@@ -6,8 +6,8 @@ client takes the server's thresholds, moves its weights by Delta tau (Eq. 13), a
 Weights and batch norms stay in its store, with momentum if `spafl.client-momentum` is set, and only thresholds are sent. A
 client that has no model yet, or lost it, builds the initial one from the seed.
 
-Ours: the server also sends Delta tau, because a client that missed the last round cannot know it. Weights never decay towards
-thresholds, and thresholds do not decay by `training.weight-decay`.
+Ours: the server also sends Delta tau, because a client that missed the last round cannot know it. Weight decay
+(`training.weight-decay`) pulls weights towards 0 and does not apply to thresholds.
 """
 
 from collections.abc import Callable

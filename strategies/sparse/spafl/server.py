@@ -5,7 +5,7 @@ and Low Computational Overhead", NeurIPS 2024, https://arxiv.org/abs/2406.00431
 
     Algorithm 1, line 5, send tau(t + 1)            spafl/server.py: SpaFL.with_change
     line 6, move the weights (Eq. 13)               strategies/sparse/spafl/client.py: apply_thresholds
-    lines 8 to 10, train (Eqs. 3 to 6, 9, 11, 12)   strategies/sparse/spafl/client.py: train; models/masked.py: Masked
+    lines 8 to 10, train (Eqs. 3 to 6, 9)           strategies/sparse/spafl/client.py: train; models/masked.py: Masked
     line 11, transmit thresholds                    strategies/sparse/spafl/client.py: train
     line 12, the new thresholds (Eq. 7)             spafl/server.py: SpaFL.combine
 
@@ -13,7 +13,10 @@ tau(t) are the thresholds, a float32 array, which is all that the server has: ev
 model. alpha is the weight of the sparsity regulariser.
 
 Where it differs from the paper: thresholds are sent with their last change, because a client that missed the last round cannot
-know it (the paper's clients calculate it themselves).
+know it (the paper's clients calculate it themselves). Clients build w(0) from the seed, where the paper's server sends it. XOR
+in Eq. 13 is read as a sign: weights with a positive sum move against the change, others along with it, which section 3.3.3
+says in words. A filter whose mean equals its threshold is pruned too, and a layer restarts at 1 % too (the paper: below
+these).
 
 | | paper: default | authors' code |
 |---|---|---|
@@ -170,9 +173,7 @@ class SpaFL(Method):
         self.model_details = {"personal": True}  # the file has no global model, only thresholds
         self.layers = thresholds(cut.model)
         self.tau = self.initial()[THRESHOLDS]
-        self._before: Array | None = (
-            None  # the thresholds of the last round, in whose stead `kept` has those of this one
-        )
+        self._before: Array | None = None  # the thresholds of the previous round; `kept` already holds this round's
 
     @cached_property
     def digest(self) -> str:
