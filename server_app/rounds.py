@@ -42,7 +42,7 @@ from piecework.server_app.run_values import (
 )
 from piecework.server_app.served_model import ServedModel
 from piecework.server_app.start import check_coverage
-from piecework.server_app.summary import empty_round_message, stage_warnings
+from piecework.server_app.summary import describe_unpredicted, empty_round_message, stage_warnings
 from piecework.strategies import find_method
 from piecework.strategies.method import StagedMethod
 from piecework.strategies.private_rounds import require_classes
@@ -131,6 +131,7 @@ class Run:
         self.moments.begin("waiting for the clients")
         self.wait_for_clients()
         self.run_dir.write_coverage(check_coverage(server))
+        unpredicted = ""
         for server_round in range(self.values["round"] + 1, settings.num_rounds + 1):
             if self.method.progress.finished or is_spent(server.privacy, server_round):
                 break
@@ -140,6 +141,8 @@ class Run:
             note_releases(self.run_dir, server.privacy)
             self.run_dir.append_round(values)
             on_round(values)
+            if not unpredicted and (unpredicted := describe_unpredicted(values)):
+                LOG.warning("%s", unpredicted)
             if self.values["empty-rounds"] >= settings.faults.max_empty_rounds:
                 # There is no checkpoint of it, so that resuming repeats it.
                 raise RunAbortedError(empty_round_message(values, server))

@@ -135,6 +135,18 @@ def peak_over_budget(rounds: Sequence[dict[str, Any]]) -> float | None:
     return max(found, default=None)
 
 
+def describe_unpredicted(record: Mapping[str, Any]) -> str:
+    """Return a warning if a client took more memory than was predicted, which budgets rest on, else an empty text."""
+    for client in record["clients"]:
+        if client["status"] == "ok" and 0 < client["predicted_peak"] < client["measured_peak"]:
+            return (
+                f"round {record['round']}: client {client['client']} took {client['measured_peak']:,} bytes, and "
+                f"{client['predicted_peak']:,} were predicted: the cost of its step lacks something (in your own strategy, "
+                "plain_part of its cut_class)"
+            )
+    return ""
+
+
 def late_answers(rounds: Iterable[dict[str, Any]]) -> dict[str, int]:
     """Return how many answers `arrived` after their round was closed, and how many of them were `used` and `dropped`.
 

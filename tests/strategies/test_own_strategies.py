@@ -118,6 +118,35 @@ def test_measured_norms_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert record["accuracy"] is not None
 
 
+HEAVY = """
+from piecework.client_app.whole import train_whole
+from piecework.strategies.whole.fedavg.server import FedAvg
+from piecework.training.loop import single_loss
+
+def make_loss(pieces):
+    copies, loss = [p.detach().clone() for p in pieces[0].parameters()], single_loss(pieces)
+    return lambda z, y: loss(z, y) + 0 * sum(copy.sum() for copy in copies)
+
+def train(task, client):
+    return train_whole(task, client, make_loss)
+
+class Heavy(FedAvg):
+    name = "heavy"
+"""
+
+
+def test_a_step_that_costs_more_than_its_cut_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a budget nothing stops it, and with the plan's budgets it would be over them."""
+    (tmp_path / "heavy_strategy.py").write_text(HEAVY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = run_local(tmp_path, **TRIO | {"fleet": "unlimited", "strategy": "heavy_strategy:Heavy", "num_rounds": 2})
+    first = clients_of(run)[0]
+    said = f"client 0 took {first['measured_peak']:,} bytes, and {first['predicted_peak']:,} were predicted"
+    assert [said in record.message for record in caplog.records if "predicted" in record.message] == [True]
+
+
 def test_capabilities_take_away_what_the_parent_can() -> None:
     fitted = {"memory__fit": "recompute", "faults__accept_late": 2, "architecture__norm": "group"}
     assert find_unused(settings_with(strategy="fedavg", **fitted)) == []
