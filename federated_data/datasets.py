@@ -114,10 +114,10 @@ def prepare(
     """Convert the data set `name` unless `cache_dir` already holds it; returns its folder, for `load`.
 
     `name` is a key of DATASETS; those of OWN are written with their file or folder, as `npz:<file>`, relative to `data_dir` if
-    that is set. That of an installed package is written NAME or NAME:<path>. `columns` are those that the user names of a
-    data set of COLUMNAR. An empty `data_dir` means `<cache_dir>/downloads` for the published sets. A user's file or folder that
-    has changed is converted again. A `data_dir` that is itself a prepared folder is returned. Several processes may prepare at
-    the same time. Raises DatasetError, which names what is unknown, missing or damaged.
+    that is set. That of an installed package is written NAME or NAME:<path>. `columns` are those that the user names of a data
+    set of COLUMNAR. An empty `data_dir` means `<cache_dir>/downloads` for the published sets. A user's file or folder that has
+    changed is converted again. A `data_dir` that is itself a prepared folder is returned. Several processes may prepare at the
+    same time. Raises DatasetError, which names what is unknown, missing or damaged.
     """
     kind, colon, where = name.partition(":")
     registered = is_registered(kind, DATASETS)
@@ -129,7 +129,13 @@ def prepare(
         return ready
     root = Path(data_dir).expanduser() if data_dir else cache_dir / "downloads"
     if where:
-        root = (Path(data_dir) if data_dir else Path()).expanduser() / Path(where).expanduser()
+        here = Path(where).expanduser()
+        root = (Path(data_dir) if data_dir else Path()).expanduser() / here
+        if kind != "hub" and not root.exists() and here.exists():
+            raise DatasetError(
+                f"there is no {root}, and data-dir (or PIECEWORK_DATA) says to look there: for that in the working directory "
+                f"write {kind}:{here.resolve()}"
+            )
     root = hub_place(root, where) if kind == "hub" else root.resolve()
     if columns.named() and kind not in COLUMNAR:
         raise DatasetError(f"{columns.named()}: the data set {name!r} has no columns; {' and '.join(COLUMNAR)} have")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from piecework.federated_data import own_sources, tables, texts
 from piecework.federated_data.columns import Columns
-from piecework.federated_data.sources import DatasetError, Ints, Source, hold_out, hold_out_rows, import_extra
+from piecework.federated_data.sources import WHERE, DatasetError, Ints, Source, hold_out, hold_out_rows, import_extra
 
 if TYPE_CHECKING:
     import pandas
@@ -78,9 +78,7 @@ def saved_files(root: Path) -> list[Path]:
 
 def _saved(library: Any, folder: Path) -> Splits:
     if not folder.is_dir():
-        raise DatasetError(
-            f"no folder {folder}; write hub:<folder>, absolute or relative to data-dir, or hub:<name> as on the hub"
-        )
+        raise DatasetError(f"no folder {folder}; write hub:<folder>, {WHERE}, or hub:<name> as on the hub")
     try:
         found = library.load_from_disk(str(folder))
     except Exception as error:  # whatever the library raises for damaged files

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from piecework.device_profiles.profile import available_memory
-from piecework.federated_data.sources import DatasetError, Source, hold_out, import_extra
+from piecework.federated_data.sources import WHERE, DatasetError, Source, hold_out, import_extra
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 _GROUPS = "group_train"
@@ -73,7 +73,7 @@ def _read_arrays(source: Path) -> tuple[dict[str, NDArray[Any]], list[str]]:
             known = [name for name in (*_NAMES, _GROUPS) if name in held]
             return {name: _read_array(archive, name) for name in known}, held
     except FileNotFoundError:
-        raise DatasetError(f"no file {source}; write npz:<file>, absolute or relative to data-dir") from None
+        raise DatasetError(f"no file {source}; write npz:<file>, {WHERE}") from None
     except UNREADABLE as error:
         raise DatasetError(f"{source} is damaged or not an .npz file of plain arrays: {error}") from None
 
@@ -107,7 +107,7 @@ def folder(source: Path, download: bool) -> Source:
     Classes are numbered in the order of their names. Images are grey if all of them are, else RGB, and all of one size.
     """
     if not source.is_dir():
-        raise DatasetError(f"no folder {source}; write folder:<dir>, absolute or relative to data-dir")
+        raise DatasetError(f"no folder {source}; write folder:<dir>, {WHERE}")
     train = source / "train" if (source / "train").is_dir() else source
     test = source / "test" if train != source and (source / "test").is_dir() else None
     classes = [entry.name for entry in _classes(train)]

@@ -46,6 +46,9 @@ _LAYOUTS = {
 }
 
 
+WHERE = "absolute, or relative to data-dir (PIECEWORK_DATA)"  # a user's own file or folder
+
+
 class DatasetError(ValueError):
     """A data set is unknown, missing or damaged. The message says which file and what to do."""
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from piecework.device_profiles.profile import available_memory
 from piecework.federated_data.columns import NO_COLUMNS, Columns
 from piecework.federated_data.own_sources import LARGEST, MOST_CLASSES
-from piecework.federated_data.sources import DatasetError, Ints, Source, hold_out, import_extra
+from piecework.federated_data.sources import WHERE, DatasetError, Ints, Source, hold_out, import_extra
 
 if TYPE_CHECKING:
     import pandas
@@ -82,7 +82,7 @@ def table_files(source: Path) -> list[Path]:
     if not source.is_dir():
         if not source.is_file() or source.suffix.lower() not in SUFFIXES:
             why = "is neither a .csv nor a .parquet file" if source.is_file() else "does not exist"
-            raise DatasetError(f"table {source} {why}; write table:<file or folder>, absolute or relative to data-dir")
+            raise DatasetError(f"table {source} {why}; write table:<file or folder>, {WHERE}")
         return [source]
     found = {
         part: sorted(path for path in source.glob(f"{part}.*") if path.suffix.lower() in SUFFIXES and path.is_file())

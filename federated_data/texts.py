@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from piecework.federated_data.sources import DatasetError, Ints, Source, fetch, hold_out_rows, import_extra
+from piecework.federated_data.sources import WHERE, DatasetError, Ints, Source, fetch, hold_out_rows, import_extra
 
 WORDS, LENGTH = 1000, 500  # a token is 0, or 1..WORDS by frequency
 IMDB_CLASSES = ("neg", "pos")
@@ -84,7 +84,7 @@ def text(source: Path, download: bool) -> Source:
     Classes are numbered in the order of their names.
     """
     if not source.is_dir():
-        raise DatasetError(f"no folder {source}; write text:<dir>, absolute or relative to data-dir")
+        raise DatasetError(f"no folder {source}; write text:<dir>, {WHERE}")
     root = source / "train" if (source / "train").is_dir() else source
     classes = [entry.name for entry in _folders(root)]
     texts, labels = _read_folder(root, classes)

@@ -159,8 +159,8 @@ def require_loadable(described: dict[str, Any], file: Path) -> None:
                 "give it the weights by piecework.load(..., into=module)"
             )
         raise ModelFileError(
-            f"{file} was trained with the code {abbreviate(name)}, which a file cannot have run: if you trust it, call "
-            f"piecework.models.imported.source.find_make({abbreviate(name)}) before, or give a command --model {name}"
+            f"{file} was trained with code of your own, {abbreviate(name)}, and no file can have code run. If you trust it, "
+            "give this name to piecework.load(..., model=...), or to --model on the command line"
         )
     try:
         _Described.model_validate(described)

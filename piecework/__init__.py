@@ -56,10 +56,10 @@ def __dir__() -> list[str]:
 
 
 @overload
-def load(path: str | Path, *, normalise: bool = True) -> "TrainedModel": ...
+def load(path: str | Path, *, normalise: bool = True, model: str = "") -> "TrainedModel": ...
 @overload
 def load(path: str | Path, *, into: "nn.Module") -> "nn.Module": ...
-def load(path: str | Path, *, normalise: bool = True, into: "nn.Module | None" = None) -> "nn.Module":
+def load(path: str | Path, *, normalise: bool = True, model: str = "", into: "nn.Module | None" = None) -> "nn.Module":
     """Load the trained model of a finished run, in evaluation mode, from the run's folder or a copy of its model.safetensors.
 
     The model takes images [B, C, H, W], uint8 or floats in [0, 1], and scales them itself; with `normalise=False` they must be
@@ -68,18 +68,25 @@ def load(path: str | Path, *, normalise: bool = True, into: "nn.Module | None" =
     their logits. A model with separate statistics for attacked images (FedRBN) has those of its setting `evaluation-branch`, or
     the clean ones if that setting chooses per image.
 
+    A run with code of one's own needs `model`, its name as in the run (`FILE.py:FUNCTION`), which says that the code may run.
+
     With `into`, a module of one's own of the kind that the run trained (`model=FILE.py:FUNCTION` or a module), the trained
-    weights are given to it under its own names, and it is returned. It takes standardised images, as in training.
+    weights are given to it under its own names, and it is returned. It takes standardised images, as in training: those of a
+    loaded model are `(images - model.mean) / model.std`, of images in [0, 1].
 
     Neither the data set nor Flower is needed. Raises ModelFileError (in piecework.models.trained_model) if the file does not
-    exist, cannot be read, or does not fit the module.
+    exist, cannot be read, or does not fit the module, and ValueError if the code cannot be imported.
     """
     if into is not None:
-        if not normalise:
-            raise ValueError("into=module gives back your own module, which scales nothing: leave normalise out")
+        if not normalise or model:
+            raise ValueError(
+                "into=module gives back your own module, which scales nothing: leave normalise and model out"
+            )
         from piecework.models.imported.own_names import fill_module
 
         return fill_module(into, Path(path))
+    from piecework.models.imported.trust import import_code
     from piecework.models.trained_model import load_model
 
+    import_code(Path(path), model)
     return load_model(Path(path), normalise=normalise)

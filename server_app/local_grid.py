@@ -80,17 +80,17 @@ def reply_to(message: Message, run_config: Mapping[str, Any], clients: int, node
 
 
 def work(
-    connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: NodeConfig, module: bytes
+    connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: NodeConfig, takes_module: bool
 ) -> None:
     """Run a worker process: answer messages until the other end of the connection is closed.
 
-    `module` is the model if that is an object of the parent process.
+    It first takes the model from the connection if that is an object of the parent process.
     """
     identify(SERVER)
-    if module:
+    if takes_module:
         from piecework.models.imported.objects import take_object
 
-        take_object(str(run_config["model"]), module)
+        take_object(str(run_config["model"]), connection.recv_bytes())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its workers
     end_with_parent()
     connection.send_bytes(READY)
@@ -122,13 +122,18 @@ class Worker(NamedTuple):
 Arrived = queue.SimpleQueue[tuple[Connection, bytes | Exception]]
 
 
-def converse(connection: Connection, tasks: queue.SimpleQueue[bytes | None], arrived: Arrived) -> None:
-    """Hand a worker its messages and take in what it sends, READY first; an error is the last that arrives of it.
+def converse(
+    connection: Connection, tasks: queue.SimpleQueue[bytes | None], arrived: Arrived, module: bytes = b""
+) -> None:
+    """Hand a worker the `module`, if any, then its messages, and take in what it sends, READY first.
 
-    It runs in a thread of its own, because a suspended worker may leave off in the middle of either.
+    An error is the last that arrives of it. It runs in a thread of its own, because a suspended worker may leave off in the
+    middle of either.
     """
     with connection:
         try:
+            if module:
+                connection.send_bytes(module)
             arrived.put((connection, connection.recv_bytes()))
             while (task := tasks.get()) is not None:
                 connection.send_bytes(task)
@@ -168,10 +173,13 @@ class LocalGrid(OrderedGrid):
         context: Any = multiprocessing.get_context(self._start_method)
         ours, theirs = context.Pipe()
         worker = Worker(
-            context.Process(target=self._work, args=(theirs, *self._arguments, self._module), daemon=True),
+            context.Process(target=self._work, args=(theirs, *self._arguments, bool(self._module)), daemon=True),
             queue.SimpleQueue(),
         )
-        thread = threading.Thread(target=converse, args=(ours, worker.tasks, self._arrived), daemon=True)
+        # a process that dies at its start, as in a script without a main guard, would not read a module among its arguments,
+        # and starting it would wait for that forever
+        talk = (ours, worker.tasks, self._arrived, self._module)
+        thread = threading.Thread(target=converse, args=talk, daemon=True)
         with without_interrupts():
             worker.process.start()
             thread.start()

@@ -189,6 +189,22 @@ def test_a_missing_data_dir_names_the_setting_the_path_and_the_layout(tmp_path, 
         assert part in str(caught.value)
 
 
+def test_a_file_that_lies_elsewhere_is_named(tmp_path, monkeypatch):
+    """PIECEWORK_DATA sets the data-dir of every command, also of one about a file in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    x, y = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 2
+    np.savez("mine.npz", x_train=x, y_train=y, x_test=x[:2], y_test=y[:2])
+    options = {"data_dir": str(tmp_path / "data"), "cache_dir": tmp_path / "cache"}
+    said = rf"there is no .*data/mine\.npz, and data-dir \(or PIECEWORK_DATA\) says .* write npz:{tmp_path}/mine\.npz$"
+    with pytest.raises(DatasetError, match=said):
+        prepare("npz:mine.npz", **options)
+    assert len(load(prepare(f"npz:{tmp_path}/mine.npz", **options)).labels) == 6
+    with pytest.raises(
+        DatasetError, match=r"no file .*data/other\.npz; write npz:<file>, absolute, or relative to data-dir"
+    ):
+        prepare("npz:other.npz", **options)
+
+
 @pytest.mark.parametrize("name", ["imagenet", "npz", "npz:", "folder", "digits:", "digits:x", ""])
 def test_an_unknown_name_lists_all(tmp_path, name):
     with pytest.raises(DatasetError, match="unknown data set") as caught:

@@ -17,6 +17,7 @@ from piecework import load as load_model
 from piecework.commands.options import readable_anywhere
 from piecework.federated_data.columns import NO_COLUMNS, Columns
 from piecework.federated_data.datasets import ArrayDataset, DatasetError, load, prepare
+from piecework.federated_data.sources import WHERE
 
 CLASSES = ("ant", "bee")
 
@@ -257,5 +258,5 @@ def test_the_hub_is_asked_only_with_download(tmp_path: Path, monkeypatch: pytest
         del asked[:]
         assert np.array_equal(read("who/what:small", tmp_path / "anew").inputs, data.inputs)
         for name in ("/no/such/folder", "a/b/c"):
-            assert f"/{name.lstrip('/')}; write hub:<folder>, absolute or relative to data-dir" in said(name, False)
+            assert f"/{name.lstrip('/')}; write hub:<folder>, {WHERE}" in said(name, False)
         assert not asked

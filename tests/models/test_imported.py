@@ -14,11 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models import get_model
 
+import piecework
 from piecework.client_app.app import require_strategy_of_run
 from piecework.models.cascade import Blueprint, Cascade, initial_state, unset_weights
 from piecework.models.channels import channel_axes
 from piecework.models.imported.atoms import cut
 from piecework.models.imported.module import Source, make
+from piecework.models.imported.source import find_make
 from piecework.models.init_weights import read_pretrained
 from piecework.models.model_file import ModelFileError
 from piecework.models.trained_model import load_model
@@ -334,8 +336,15 @@ def test_a_models_file_has_no_code_run(tmp_path: Path) -> None:
         name for name, module in sys.modules.items() if getattr(module, "__file__", "") == str(tmp_path / "mine.py")
     ]
     del sys.modules[loaded]
-    with pytest.raises(ModelFileError, match="which a file cannot have run: if you trust it, call"):
+    find_make.cache_clear()
+    with pytest.raises(ModelFileError, match=r"was trained with the model .*mine\.py:net', not with '.*other\.py:net'"):
+        piecework.load(run.path, model=f"{tmp_path / 'other.py'}:net")
+    with pytest.raises(ModelFileError, match=r"and no file can have code run\. If you trust it, give"):
         load_model(run.path)
+    model = piecework.load(run.path, model=settings["model"])
+    mine = piecework.load(run.path, into=sys.modules[loaded].net(model.num_classes, model.input_shape))
+    pixels = torch.randint(256, (3, *model.input_shape), dtype=torch.uint8)
+    torch.testing.assert_close(mine((pixels / 255 - model.mean) / model.std), model(pixels), rtol=1e-4, atol=1e-5)
 
 
 def test_errors_of_a_users_file_name_it(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """How a run ends: aborted, with too few nodes or empty rounds, at its target, or when patience is over."""
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterable
 from multiprocessing import Pipe
@@ -126,6 +127,22 @@ class DeadAtOnce:
     def start(self) -> None: ...
     def join(self) -> None: ...
     def kill(self) -> None: ...
+
+
+SCRIPT = """
+import piecework
+from torch import nn
+net = nn.Sequential(nn.Flatten(), nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 10))  # more than a pipe holds
+piecework.run(model=net, dataset="digits", num_rounds=1, workers=2, fleet="unlimited", strategy="fedavg", progress=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_module_is_no_reason_to_wait_for_a_dead_worker(tmp_path: Path) -> None:
+    """A started process that dies does not read its arguments, which a module used to be among."""
+    command = [sys.executable, "-"]
+    done = subprocess.run(command, input=SCRIPT, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert "this one, <stdin>, is no file. Write it to a file, or run with workers = 1" in done.stderr
 
 
 def test_workers_that_cannot_start_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
