@@ -271,6 +271,8 @@ def plan(
         settings = settings_from(preset, assignments, nodes=nodes, named=given)
         if suggest and picture:
             raise SettingsError(f"--picture {picture}: a picture shows one plan, --suggest makes several")
+        if suggest and device:
+            raise SettingsError(f"--device {device}: --suggest shows how the poorest device could; leave --suggest out")
         question = ask_about(settings, named, preset, input_shape, classes, examples, budget, precision, attack_steps)
         if suggest:
             data = "DATASET" if input_shape or asks_about_model(named, preset) else ""
@@ -283,7 +285,7 @@ def plan(
             return
         with show_waiting(err, "planning"):
             found = Plan(make_plan(settings, question))
-        show_plan(found, picture, preset, as_json)
+        show_plan(found, picture, as_json, hint=not preset and ":" not in settings.model + settings.dataset)
 
 
 def show_advice(settings: Settings, question: "PlanQuestion", command: Callable[[Scalars], str], as_json: bool) -> None:
@@ -310,8 +312,8 @@ def show_ladder(settings: Settings, question: "PlanQuestion", device: str, as_js
     print(json.dumps({"ladder": found})) if as_json else show_lines(ladder_tables(found))
 
 
-def show_plan(found: Plan, picture: str, preset: str, as_json: bool) -> None:
-    """Print a plan, and draw its picture where a file for it is named."""
+def show_plan(found: Plan, picture: str, as_json: bool, *, hint: bool) -> None:
+    """Print a plan, with a `hint` at presets, and draw its picture where a file for it is named."""
     from piecework.plans.plan_view import plan_tables
 
     if picture:
@@ -322,7 +324,7 @@ def show_plan(found: Plan, picture: str, preset: str, as_json: bool) -> None:
     show_lines(plan_tables(found.record))
     if picture:
         out.print(f"picture: {picture}", soft_wrap=True)
-    elif not preset:
+    elif hint:
         out.print("to train in a published setting: piecework presets", soft_wrap=True)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import DeviceState
+from piecework.models.partition import atom_names
 from piecework.models.static_norms import mixes_examples
 from piecework.planning.cut import Cut
 from piecework.planning.fit import cheapest, smallest
@@ -21,6 +22,8 @@ from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.settings.shared import WAYS
+
+NAMED = 3  # parts of a model in a row
 
 EXACT = ("step-in-backward", "recompute-cheap", "recompute")
 # What each rung of a whole model may use.
@@ -134,9 +137,11 @@ def system(settings: Settings, question: PlanQuestion, name: str, state: DeviceS
     if not all(task.parts for task in tasks):
         return None
     steps = question.examples * settings.training.local_epochs / settings.training.batch_size
+    held = {atom for task in tasks for part in task.parts for atom in part.atoms}
+    left_out = [atom for number, atom in enumerate(atom_names(planner.cut.model)) if number not in held]
     return Rung(
         name,
-        describe(tasks),
+        f"{describe(tasks)}{f', without {name_some(left_out)}' if left_out and len(tasks) == 1 else ''}",
         max(task.needed for task in tasks),
         fmean(task.flops for task in tasks) / (plain * steps),
         0,
@@ -144,6 +149,12 @@ def system(settings: Settings, question: PlanQuestion, name: str, state: DeviceS
         "pieces" if len(tasks) == 1 else f"pieces, in {len(tasks)} stages",
         True,
     )
+
+
+def name_some(names: list[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
 
 
 def describe(tasks: list[PlannedTask]) -> str:

@@ -11,7 +11,7 @@ from piecework.plans.plan_view import columns
 
 COLUMNS = ("step", "memory", "FLOPs", "disk", "time", "step of the whole model")
 LEGEND = (
-    "memory: of a step; disk: read and written in a step; time: predicted for a round; bold: fits the device. A step that does "
+    "memory: of a step; disk: read and written in a step; time: predicted for a round; *: fits the device. A step that does "
     "not fit is the smallest of its kind."
 )
 
@@ -22,7 +22,12 @@ def ladder_tables(ladder: dict[str, Any]) -> list[str | Text | Table]:
     found.columns[-1].no_wrap, found.columns[-1].justify = False, "left"
     for row in ladder["rungs"]:
         disk = format_bytes(row["disk_bytes"]) if row["disk_bytes"] else "-"
-        figures = format_bytes(row["bytes"]), f"{row['flops']:.2f} x", disk, format_seconds(row["seconds"])
+        figures = (
+            format_bytes(row["bytes"]) + (" *" if row["fits"] else "  "),
+            f"{row['flops']:.2f} x",
+            disk,
+            format_seconds(row["seconds"]),
+        )
         said = "; ".join(filter(None, (row["model"], row["how"])))
         found.add_row(row["name"], *figures, said, style="bold" if row["fits"] else "")
     budget = format_bytes(ladder["budget_bytes"])

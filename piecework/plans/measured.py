@@ -184,13 +184,13 @@ def as_quick(case: Case) -> list[dict[str, Any]]:
 def longer_text(case: Case, storage: str) -> str:
     """Return which rows with more rounds are ahead of the first one, or as good in no more time; empty if none is."""
     best, said = case.rows[0], ""
-    means = {"ahead": "it is ahead", "level": "they are level", "undecided": "the difference is too small to decide"}
+    means = {"ahead": "is ahead of", "level": "is level with", "undecided": "cannot be told from"}
     for row in case.longer:
         if row["verdict"] == "ahead" or row["seconds"][storage] <= best["seconds"][storage]:
             took, other = (format_seconds(each["seconds"][storage]) for each in (row, best))
             said += (
-                f" With more rounds {row['name']}, has {row['accuracy']:.1f} % in {took}, and {best['name']} "
-                f"{best['accuracy']:.1f} % in {other}: {means[row['verdict']]}."
+                f" With more rounds {row['name']}, {means[row['verdict']]} {best['name']}: {row['accuracy']:.1f} % in {took}, "
+                f"{best['accuracy']:.1f} % in {other}."
             )
     return said
 

@@ -9,6 +9,7 @@ from piecework.device_profiles.profile import format_bytes
 from piecework.device_profiles.units import format_seconds
 from piecework.plans.ladder_view import ladder_tables
 from piecework.plans.plan_view import columns
+from piecework.plans.recommend import USEFUL
 
 COLUMNS = ("strategy", "take part", "each", "together", "bytes", "time", "notes")
 LEGEND = (
@@ -38,14 +39,17 @@ def advice_tables(advice: dict[str, Any]) -> list[str | Text | Table]:
         lines += caveats(advice["others"])
     if advice["refused"]:
         lines.append(Text("\nThese cannot:"))
-        lines += [Text(f"{row['strategy']}: {row['reason']}") for row in advice["refused"]]
+        lines += told_together([(row["strategy"], row["reason"]) for row in advice["refused"]])
     return [*lines, Text(f"\n{ask}")]
 
 
 def recommendation(found: dict[str, Any] | None) -> list[str | Text]:
     """Return the recommendation and its command."""
     if found is None:
-        return [Text("No system trains this model on these devices: lower the batch size or the width.", "bold")]
+        said = (
+            f"No system trains {USEFUL:.0%} of this model or more on these devices: lower the batch size or the width."
+        )
+        return [Text(said, "bold")]
     fit = " with memory.fit" if "memory.fit" in found["settings"] else ""
     command = [f"    {found['command']}"] if "command" in found else []
     return [Text.assemble((f"Use {found['strategy']}{fit}.", "bold"), f" {found['text']}"), *command]
@@ -68,7 +72,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     found.columns[0].no_wrap = True
     found.columns[-1].justify = "left"
     for row in rows:
-        figures = [fraction_range([*row["trains"].values()]), f"{row['covered']:.0%}"]
+        figures = [fraction_range([*row["trains"].values()]), shown_percent(row["covered"])]
         figures += [format_bytes(int(row["bytes_per_round"])), format_seconds(row["round_seconds"])]
         part = row["participation"] - row["swapping"]
         found.add_row(shown_name(row), f"{part:.0%}", *(figures if row["participation"] else "----"), notes(row))
@@ -77,8 +81,13 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def fraction_range(found: list[float]) -> str:
     """Return the range from the device that trains the smallest part of the model to the one that trains the largest."""
-    low, high = f"{min(found):.0%}", f"{max(found):.0%}"
+    low, high = (shown_percent(each) for each in (min(found), max(found)))
     return low if low == high else f"{low} - {high}"
+
+
+def shown_percent(fraction: float) -> str:
+    """Return a fraction as a percentage, of which little is not nothing."""
+    return "<1%" if 0 < fraction < 0.005 else f"{fraction:.0%}"
 
 
 def shown_name(row: dict[str, Any]) -> str:
@@ -97,5 +106,13 @@ def caveats(rows: list[dict[str, Any]]) -> list[Text]:
     for row in rows:
         pretends = f"{row['swapping']:.0%} of the clients pretend to have the memory" if row["swapping"] else ""
         if said := pretends or row["caveat"]:
-            found.append(Text(f"{shown_name(row)}: {said}"))
-    return found
+            found.append((shown_name(row), said))
+    return told_together(found)
+
+
+def told_together(remarks: list[tuple[str, str]]) -> list[Text]:
+    """Return a line for each remark, after the names of all systems of which it is said."""
+    names: dict[str, list[str]] = {}
+    for name, said in remarks:
+        names.setdefault(said, []).append(name)
+    return [Text(f"{', '.join(those)}: {said}") for said, those in names.items()]

@@ -314,6 +314,7 @@ def test_a_plan_allocates_no_weights() -> None:
         (["--precision", "bfloat16", "--memory-model", "prism"], "memory.model prism knows float32 only"),
         (["--input-shape", "3x32x32", "--classes", "10", "--dataset", "cifar10"], "give one of them"),
         (["--suggest", "--picture", "a.svg"], "--suggest makes several"),
+        (["--suggest", "--device", "board-b"], "--device board-b: --suggest shows how the poorest device could"),
         (["--model", "deit-tiny", "--strategy", "fedavg", "--memory-model", "prism"], "memory.model prism counts conv"),
         (["--budget", "lots"], "--budget lots: expected bytes as 60MB"),
         (

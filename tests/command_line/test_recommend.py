@@ -10,7 +10,7 @@ from rich.console import Console
 
 from piecework.commands.options import run_command
 from piecework.plans.recommend import recommend
-from piecework.plans.suggest_view import caveats, table
+from piecework.plans.suggest_view import caveats, fraction_range, table
 
 
 def row(name: str, part: float, covered: float = 1.0, swapping: float = 0.0, fit: str = "") -> dict[str, Any]:
@@ -207,6 +207,13 @@ def test_figures_are_whole_at_80_columns() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("fractions", "said"), [([0.003, 0.5], "<1% - 50%"), ([0.0], "0%"), ([0.006, 1.0], "1% - 100%"), ([0.02], "2%")]
+)
+def test_little_is_not_nothing(fractions: list[float], said: str) -> None:
+    assert fraction_range(fractions) == said
+
+
 def test_what_does_not_fit_beside_figures_stands_below() -> None:
     plain = {"swapping": 0.0, "caveat": "", "fit": ""}
     rows = [
@@ -214,9 +221,10 @@ def test_what_does_not_fit_beside_figures_stands_below() -> None:
         {"strategy": "splitmix"} | plain | {"caveat": "an ensemble of narrow nets"},
         {"strategy": "jfat"} | plain | {"swapping": 0.9},
         {"strategy": "fedavg"} | plain | {"fit": "auto", "caveat": "no device can"},
+        {"strategy": "prism"} | plain | {"caveat": "an ensemble of narrow nets"},
     ]
     assert [text.plain for text in caveats(rows)] == [
-        "splitmix: an ensemble of narrow nets",
+        "splitmix, prism: an ensemble of narrow nets",
         "jfat: 90% of the clients pretend to have the memory",
         "fedavg +fit: no device can",
     ]

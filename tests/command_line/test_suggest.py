@@ -14,6 +14,7 @@ from piecework.commands import base
 from piecework.commands.console import PlainConsole
 from piecework.models.zoo import MODELS, build_blueprint
 from piecework.planning import costs
+from piecework.plans.ladder import climb
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
 from piecework.plans.suggest import (
@@ -251,6 +252,22 @@ def test_the_part_that_no_client_trains_is_not_covered() -> None:
     share = 1 - 3 * (2 * 16 * 16 * 9 + 2 * 2 * 16) / found["parameters"]
     assert found["trained"]["devices"] == {"poor": pytest.approx(share), "poorest": 0}
     assert (found["trained"]["minimum"], found["trained"]["together"]) == (0, pytest.approx(share))
+
+
+def test_a_ladder_says_what_a_devices_pieces_leave_out() -> None:
+    """A row of pieces that are not the whole model's would promise what the device cannot do."""
+    fleet = fleet_json(rich=0.12, poor=0.05, poorest=0.03)
+    settings = settings_with(
+        clients=3, model="preresnet20", architecture__width=0.25, training__batch_size=32, fleet=fleet
+    )
+    question = ask(settings, input_shape="3x16x16", classes=10)
+    ladders = {device: climb(settings, question, device)["rungs"] for device in ("rich", "poor", "poorest")}
+    found = {device: {each["name"]: each["how"] for each in rungs}["fedepth"] for device, rungs in ladders.items()}
+    assert found == {
+        "rich": "3 pieces a round",
+        "poor": "4 pieces a round, without block1, block2, block3",
+        "poorest": "3 pieces a round, without stem, block1, block2 and 4 more",
+    }
 
 
 def test_stages_are_trained_one_after_another() -> None:
