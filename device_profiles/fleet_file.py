@@ -182,15 +182,15 @@ def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
     if source.lstrip().startswith("{"):
         return _check_table(_table(FleetTable, lambda: read_json(source), "fleet JSON"), "fleet JSON", Path())
     path = Path(source)
+    known = f"there are {', '.join(shipped_fleets())}, or the path of a .toml file"
     if path.suffix != ".toml":
         path = SHIPPED / f"{source}.toml"
         if source not in shipped_fleets():
-            known, near = ", ".join(shipped_fleets()), did_you_mean(source, shipped_fleets())
-            raise FleetError(
-                f"unknown fleet {abbreviate(source)}; there are {known}, or the path of a .toml file{near}"
-            )
+            raise FleetError(f"unknown fleet {abbreviate(source)}; {known}{did_you_mean(source, shipped_fleets())}")
     elif not path.is_file():
         path = _in_package(path) or path
+        if not path.exists():
+            raise FleetError(f"there is no file {source} (looked for from {Path.cwd()}); {known}")
     return _check_table(_table(FleetTable, lambda: _toml(path), str(path)), str(path), path.parent)
 
 

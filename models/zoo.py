@@ -125,6 +125,8 @@ def require_model(name: str) -> None:
     """Raise ValueError unless there is a model of this name, in the zoo or outside this project (models/imported)."""
     if is_imported(name):
         find_make(name)
+    elif name.endswith(".py"):
+        raise ValueError(f"model = {name!r} is a file: add the function that makes the model, as in {name}:make")
     elif find_plugin("models", name, MODELS) is None:
         require_one_of("model", name, known_models())
 

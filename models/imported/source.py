@@ -104,6 +104,8 @@ def _load_file(path: Path) -> Any:
         assert spec is not None and spec.loader is not None
         module = module_from_spec(spec)
         sys.modules[known] = module
+        if (folder := str(path.resolve().parent)) not in sys.path:
+            sys.path.append(folder)  # last, so that a file there hides no package; it may import those beside it
         try:
             with refuse_exit():
                 spec.loader.exec_module(module)

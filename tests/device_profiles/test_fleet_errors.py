@@ -147,7 +147,7 @@ def test_unknown_name_lists_the_shipped_fleets() -> None:
 
 def test_broken_files(tmp_path: Path) -> None:
     path = tmp_path / "broken.toml"
-    with pytest.raises(FleetError, match=r"broken\.toml: .*No such file"):
+    with pytest.raises(FleetError, match=r"no file .*broken\.toml \(looked for from .*\); there are boards"):
         load_fleet(str(path))
     path.write_text('name = "x"\nassignment = \n')
     with pytest.raises(FleetError, match=r"broken\.toml: .*line 2"):

@@ -152,6 +152,7 @@ def test_what_is_wrong_with_a_model(function: str) -> None:
     [
         ("no_such_module_here:make", "'no_such_module_here' cannot be imported"),
         ("no_such_file.py:make", "there is no file 'no_such_file.py'"),
+        ("my_net.py", "model = 'my_net.py' is a file: add the function that makes the model, as in my_net.py:make"),
         ("torchvision:resnet19", "torchvision has no such model; did you mean 'resnet1"),
         ("torchvision:resnet18", "does not take examples of 1x8x8"),
     ],
@@ -345,6 +346,17 @@ def test_a_models_file_has_no_code_run(tmp_path: Path) -> None:
     mine = piecework.load(run.path, into=sys.modules[loaded].net(model.num_classes, model.input_shape))
     pixels = torch.randint(256, (3, *model.input_shape), dtype=torch.uint8)
     torch.testing.assert_close(mine((pixels / 255 - model.mean) / model.std), model(pixels), rtol=1e-4, atol=1e-5)
+
+
+def test_a_users_file_imports_those_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "blocks_beside.py").write_text("from torch import nn\ndef block(): return nn.Linear(4, 3)\n")
+    (tmp_path / "mine.py").write_text(
+        "from blocks_beside import block\ndef net(num_classes, input_shape): return block()\n"
+    )
+    made = find_make(f"{tmp_path / 'mine.py'}:net")(3, (4,))
+    assert made.weight.shape == (3, 4)
+    assert sys.path[-1] == str(tmp_path)
 
 
 def test_errors_of_a_users_file_name_it(tmp_path: Path) -> None:

@@ -183,6 +183,6 @@ def test_who_cannot_train_in_any_way_says_what_the_least_is(tmp_path: Path) -> N
 
 def test_unknown_ways_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"memory\.fit = 'micro-batch,swap': expected auto, or each way once, as in step-in-backward"
+        ValueError, match=r"memory\.fit = 'micro-batch,swap': 'swap' is none of auto, step-in-backward, .*page$"
     ):
         Settings.from_run_config({"memory.fit": "micro-batch,swap", "strategy": "fedavg"})

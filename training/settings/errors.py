@@ -35,6 +35,8 @@ def describe_unknown_key(key: str, fields: Iterable[str]) -> str:
         near = [name for name in fields if table and name.startswith(f"{table}.") and word in re.split("[.-]", name)]
         close = [] if near else get_close_matches(word, last, n=1, cutoff=0.7)
         near = near or [name for name in fields if name.rpartition(".")[2] in close]
+        initials = "".join(part[:1] for part in word.split("-"))  # learning-rate is lr
+        near = near or [name for name in fields if len(initials) > 1 and name.rpartition(".")[2] == initials]
     if near:
         return f"unknown setting {abbreviate(key)}: did you mean {' or '.join(map(repr, near))}?"
     return f"unknown setting {abbreviate(key)}: `piecework settings` lists all {len(known)}"

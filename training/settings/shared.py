@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from piecework.device_profiles.names import did_you_mean
 from piecework.training.settings.table import (
     AtLeastOne,
     BatchSize,
@@ -253,7 +254,10 @@ class MemorySettings(Table):
     @model_validator(mode="after")
     def _require_known_ways(self) -> Self:
         """Raise ValueError for an unknown or repeated way in `fit`."""
-        if set(self.ways) - {"auto", *WAYS} or len(set(self.ways)) < len(self.ways):
+        if unknown := [way for way in self.ways if way not in ("auto", *WAYS)]:
+            near = did_you_mean(unknown[0], WAYS)
+            raise ValueError(f"memory.fit = {self.fit!r}: {unknown[0]!r} is none of auto, {', '.join(WAYS)}{near}")
+        if len(set(self.ways)) < len(self.ways):
             raise ValueError(f"memory.fit = {self.fit!r}: expected auto, or each way once, as in {','.join(WAYS)}")
         return self
 
