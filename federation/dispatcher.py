@@ -145,7 +145,7 @@ class Dispatcher:
 
     def why_unanswered(self) -> str:
         """Return up to three reasons why clients did not answer the latest messages."""
-        return "; ".join(sorted({report.reason for report in self.log.values()})[:3]) or "no client is connected"
+        return "; ".join(sorted({report.reason for report in self.log.values()})[:3]) or "no client was asked"
 
 
 def have_same_objects(some: Sequence[tuple[str, Array]], others: Sequence[tuple[str, Array]]) -> bool:

@@ -170,7 +170,7 @@ def of_micro_batches(planner: Planner, trainers: Mapping[int, Trainer]) -> Findi
     return Finding(
         "note",
         "batch norms take the statistics of a micro-batch, so its steps are not quite those of the whole batch; with "
-        "memory.fit = recompute they are",
+        "memory.fit = recompute they are, on devices that it fits",
     )
 
 
