@@ -23,7 +23,7 @@ from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weig
 from piecework.models.channels import channel_axes
 from piecework.models.imported.boundaries import choose, is_weighted
 from piecework.models.imported.graph import UntraceableError, as_module, record_calls
-from piecework.models.imported.module import Source, make, require_freed, require_state
+from piecework.models.imported.module import Source, make, place_of, require_freed, require_state
 from piecework.models.imported.narrow import kept_channels, narrow
 from piecework.models.imported.objects import code_of, is_object, require_trainable
 from piecework.models.imported.source import find_make, is_own
@@ -227,7 +227,8 @@ def _logits(function: Any, source: Source, vocabulary: int) -> Tensor:
         reason = str(error).partition("\n")[0]
         if "meta tensor" in reason:
             reason += "; what depends on values cannot be priced, so write it with tensors (torch.where)"
-        raise ValueError(f"model = {source.name!r} does not take examples of {shape}: {reason}") from error
+        said = f"model = {source.name!r} does not take examples of {shape}: {reason}{place_of(error)}"
+        raise ValueError(said) from error
     if not isinstance(found, Tensor) or found.shape != (EXAMPLES, source.num_classes):
         shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(

@@ -1,10 +1,13 @@
 """The module that a user's function makes, with the norms that the settings ask for."""
 
 import copy
+import traceback
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from piecework.device_profiles.plugins import refuse_exit
@@ -41,7 +44,9 @@ def make(source: Source) -> nn.Module:
             ) from error
         if isinstance(error, ValueError) and str(error).startswith("model = "):
             raise
-        raise ValueError(f"model = {source.name!r} cannot be built: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"model = {source.name!r} cannot be built: {type(error).__name__}: {error}{place_of(error)}"
+        ) from error
     if not isinstance(root, nn.Module):
         raise ValueError(
             f"model = {source.name!r} returned a {type(root).__name__}: expected an nn.Module; a function that returns a "
@@ -56,6 +61,13 @@ def make(source: Source) -> nn.Module:
                     made[layer] = _with_epsilon_of(layer, change(layer.num_features, source.batch_norm))
                 root.set_submodule(path, made[layer])
     return root
+
+
+def place_of(error: Exception) -> str:
+    """Return where the user's code raised an error, as ` (my_net.py, line 12)`; empty if it has no part in it."""
+    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def _with_epsilon_of(layer: nn.BatchNorm1d | nn.BatchNorm2d, norm: Any) -> nn.Module:
