@@ -190,7 +190,7 @@ def read_fleet(source: str) -> tuple[FleetTable, list[DeviceTable]]:
     elif not path.is_file():
         path = _in_package(path) or path
         if not path.exists():
-            raise FleetError(f"there is no file {source} (looked for from {Path.cwd()}); {known}")
+            raise FleetError(f"there is no file {source[:200]} (looked for from {Path.cwd()}); {known}")
     return _check_table(_table(FleetTable, lambda: _toml(path), str(path)), str(path), path.parent)
 
 

@@ -131,11 +131,10 @@ def prepare(
     if where:
         here = Path(where).expanduser()
         root = (Path(data_dir) if data_dir else Path()).expanduser() / here
-        if kind != "hub" and not root.exists() and here.exists():
-            raise DatasetError(
-                f"there is no {root}, and data-dir (or PIECEWORK_DATA) says to look there: for that in the working directory "
-                f"write {kind}:{here.resolve()}"
-            )
+        found, other = os.path.exists(root), os.path.exists(here)  # noqa: PTH110 (a name may be too long for a path)
+        if kind != "hub" and other and not found:
+            said = f"there is no {root}, and data-dir (or PIECEWORK_DATA) says to look there"
+            raise DatasetError(f"{said}: for that in the working directory write {kind}:{here.resolve()}")
     root = hub_place(root, where) if kind == "hub" else root.resolve()
     if columns.named() and kind not in COLUMNAR:
         raise DatasetError(f"{columns.named()}: the data set {name!r} has no columns; {' and '.join(COLUMNAR)} have")

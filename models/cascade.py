@@ -324,7 +324,7 @@ def isolate_rng(seed: int) -> Iterator[None]:
 def unit_of(name: str) -> str:
     """Return the unit of a parameter: `atoms.3.conv1.weight` -> `atoms.3`, `head.fc.bias` -> `head`.
 
-    An array beside the model has a prefix before its unit, which is in one with it: `control_head.fc.bias` -> `control_head`.
+    The unit of an array beside the model has the array's prefix: `control_head.fc.bias` -> `control_head`.
     """
     kind, _, rest = name.partition(".")
     return kind if kind.endswith("head") or not rest else f"{kind}.{rest.split('.', 1)[0]}"

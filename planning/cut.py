@@ -22,6 +22,7 @@ from piecework.planning.page_plan import BOARD, Speed
 from piecework.planning.part import Part
 from piecework.training.capabilities import Capabilities
 from piecework.training.loop import PieceModel, single_loss
+from piecework.training.methods import find_entry
 from piecework.training.settings import Settings
 from piecework.training.settings.cases import is_true
 
@@ -184,7 +185,10 @@ class Cut:
 
     def _can_page(self, part: Part) -> bool:
         usual = part.make_loss is single_loss and part.piece_class is PieceModel and not (part.targets or part.learns)
-        return is_true(self.can.pages, self.settings) and part.whole and usual
+        pages = find_entry(
+            self.settings.strategy
+        ).can.pages  # of one's own class, whether its clients' step is the usual one
+        return is_true(pages, self.settings) and part.whole and usual
 
     def plain_part(self, item: WorkItem) -> Part:
         """Return the part that an item with a plain step trains; by default its atoms of the server's model with their head.

@@ -79,18 +79,17 @@ def reply_to(message: Message, run_config: Mapping[str, Any], clients: int, node
         return Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
 
 
-def work(
-    connection: Connection, run_config: Mapping[str, Any], clients: int, node_config: NodeConfig, takes_module: bool
-) -> None:
+def work(connection: Connection) -> None:
     """Run a worker process: answer messages until the other end of the connection is closed.
 
-    It first takes the model from the connection if that is an object of the parent process.
+    What comes first is the run's configuration, and the model if that is an object of the parent process.
     """
     identify(SERVER)
-    if takes_module:
+    run_config, clients, node_config, module = pickle.loads(connection.recv_bytes())  # noqa: S301 (from its parent)
+    if module:
         from piecework.models.imported.objects import take_object
 
-        take_object(str(run_config["model"]), connection.recv_bytes())
+        take_object(str(run_config["model"]), module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its workers
     end_with_parent()
     connection.send_bytes(READY)
@@ -123,17 +122,16 @@ Arrived = queue.SimpleQueue[tuple[Connection, bytes | Exception]]
 
 
 def converse(
-    connection: Connection, tasks: queue.SimpleQueue[bytes | None], arrived: Arrived, module: bytes = b""
+    connection: Connection, tasks: queue.SimpleQueue[bytes | None], arrived: Arrived, arguments: bytes
 ) -> None:
-    """Hand a worker the `module`, if any, then its messages, and take in what it sends, READY first.
+    """Hand a worker its `arguments`, then its messages, and take in what it sends, READY first.
 
     An error is the last that arrives of it. It runs in a thread of its own, because a suspended worker may leave off in the
     middle of either.
     """
     with connection:
         try:
-            if module:
-                connection.send_bytes(module)
+            connection.send_bytes(arguments)
             arrived.put((connection, connection.recv_bytes()))
             while (task := tasks.get()) is not None:
                 connection.send_bytes(task)
@@ -160,7 +158,7 @@ class LocalGrid(OrderedGrid):
     ) -> None:
         super().__init__(clients)
         self._arguments = (dict(run_config), clients, node_config or {})
-        self._module = dump_module(run_config) if workers > 1 else b""
+        self._sent_first = pickle.dumps((*self._arguments, dump_module(run_config)), protocol=5) if workers > 1 else b""
         self._waiting: dict[str, bytes] = {}
         self._busy: dict[Connection, str] = {}
         self._workers: dict[Connection, Worker] = {}
@@ -173,12 +171,12 @@ class LocalGrid(OrderedGrid):
         context: Any = multiprocessing.get_context(self._start_method)
         ours, theirs = context.Pipe()
         worker = Worker(
-            context.Process(target=self._work, args=(theirs, *self._arguments, bool(self._module)), daemon=True),
+            context.Process(target=self._work, args=(theirs,), daemon=True),
             queue.SimpleQueue(),
         )
-        # a process that dies at its start, as in a script without a main guard, would not read a module among its arguments,
-        # and starting it would wait for that forever
-        talk = (ours, worker.tasks, self._arrived, self._module)
+        # a process that dies at its start, as in a script without a main guard, would not read large arguments, and starting it
+        # would wait for that forever
+        talk = (ours, worker.tasks, self._arrived, self._sent_first)
         thread = threading.Thread(target=converse, args=talk, daemon=True)
         with without_interrupts():
             worker.process.start()

@@ -13,6 +13,10 @@ def import_code(path: Path, name: str) -> None:
     """
     if not name:
         return
+    if not isinstance(name, str):
+        raise ValueError(
+            f"model = {name!r:.100}: expected its name in the run, as in my_net.py:make; into= takes a module"
+        )
     file = find_file(path)
     model = description(file).get("model")
     held = model.get("name") if isinstance(model, dict) else None

@@ -139,15 +139,16 @@ def system(settings: Settings, question: PlanQuestion, name: str, state: DeviceS
     steps = question.examples * settings.training.local_epochs / settings.training.batch_size
     held = {atom for task in tasks for part in task.parts for atom in part.atoms}
     left_out = [atom for number, atom in enumerate(atom_names(planner.cut.model)) if number not in held]
+    needed = max(task.needed for task in tasks)
     return Rung(
         name,
         f"{describe(tasks)}{f', without {name_some(left_out)}' if left_out and len(tasks) == 1 else ''}",
-        max(task.needed for task in tasks),
+        needed,
         fmean(task.flops for task in tasks) / (plain * steps),
         0,
         fmean(task.seconds for task in tasks),
         "pieces" if len(tasks) == 1 else f"pieces, in {len(tasks)} stages",
-        True,
+        needed <= state.allowed_bytes,
     )
 
 

@@ -189,8 +189,8 @@ def longer_text(case: Case, storage: str) -> str:
         if row["verdict"] == "ahead" or row["seconds"][storage] <= best["seconds"][storage]:
             took, other = (format_seconds(each["seconds"][storage]) for each in (row, best))
             said += (
-                f" With more rounds {row['name']}, {means[row['verdict']]} {best['name']}: {row['accuracy']:.1f} % in {took}, "
-                f"{best['accuracy']:.1f} % in {other}."
+                f" With more rounds {row['name']}, {means[row['verdict']]} {best['name']}: {row['accuracy']:.1f} % in {took} "
+                f"against {best['accuracy']:.1f} % in {other}."
             )
     return said
 

@@ -1,5 +1,10 @@
 """Golden runs: every figure that changed is named, and nothing else."""
 
+from pathlib import Path
+
+import pytest
+
+from benchmarks import golden
 from benchmarks.golden import cases, differences, run_case
 from piecework.training.methods import METHODS
 
@@ -35,6 +40,20 @@ def test_a_case_gives_the_same_figures_again_and_others_for_another_model() -> N
     assert any(line.startswith("fedavg: model: ") for line in differences(runs[0], runs[2]))
     assert {"round 1: accuracy", "round 1: bytes_evaluation"} <= runs[0]["fedavg"].keys()
     assert any(key.endswith(": measured_peak") for key in runs[0]["fedavg"])
+
+
+def test_a_system_that_does_not_train_ends_a_record_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Comparing two records of it would compare nothing."""
+    found = {"fedavg": {"ended by": "RunAbortedError", "message": "no client trained"}, "prism": {"model": "a"}}
+    monkeypatch.setattr(golden, "run_all", lambda _: found)
+    monkeypatch.setattr("sys.argv", ["golden", "record", str(tmp_path / "golden.json")])
+    with pytest.raises(
+        SystemExit, match=r"^fedavg did not train, so that nothing is compared: add what it needs to NEEDED$"
+    ):
+        golden.main()
+    assert "fedavg: RunAbortedError: no client trained" in capsys.readouterr().out
 
 
 def test_what_a_system_does_not_do_is_recorded_as_refused() -> None:

@@ -165,7 +165,7 @@ def test_a_row_that_is_as_good_in_no_more_time_is_said() -> None:
     slow = {**near, "seconds": {"sd": 4801.0, "nvme": 48.0}}
     said = evidence(WEAK, FITTED, [replace(CASES[0], longer=(near,))])["text"]
     assert (
-        "With more rounds AllSmall, 4 times, cannot be told from FeDepth: 48.0 % in 1 h 20 min, 48.0 % in 1 h 20 min."
+        "With more rounds AllSmall, 4 times, cannot be told from FeDepth: 48.0 % in 1 h 20 min against 48.0 % in 1 h 20 min."
         in said
     )
     assert evidence(WEAK, FITTED, [replace(CASES[0], longer=(slow,))]) == evidence(WEAK, FITTED, CASES)
@@ -186,7 +186,10 @@ def test_a_row_that_is_ahead_with_more_rounds_is_said() -> None:
         "verdict": "ahead",
     }
     said = evidence(WEAK, FITTED, [replace(CASES[0], longer=(longer,))])["text"]
-    assert "With more rounds AllSmall, 9 times, is ahead of FeDepth: 60.0 % in 2 h 0 min, 48.0 % in 1 h 20 min." in said
+    assert (
+        "With more rounds AllSmall, 9 times, is ahead of FeDepth: 60.0 % in 2 h 0 min against 48.0 % in 1 h 20 min."
+        in said
+    )
     assert "With more rounds" not in evidence(WEAK, FITTED, CASES)["text"]
     (mixed,) = (case for case in read_cases() if (case.claim, case.name) == ("budgets", "activations, mixed"))
     assert mixed.longer[0]["accuracy"] > mixed.rows[0]["accuracy"]

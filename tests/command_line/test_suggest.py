@@ -268,6 +268,9 @@ def test_a_ladder_says_what_a_devices_pieces_leave_out() -> None:
         "poor": "4 pieces a round, without block1, block2, block3",
         "poorest": "3 pieces a round, without stem, block1, block2 and 4 more",
     }
+    staged = [each["how"] for each in ladders["rich"] if each["model"].startswith("pieces, in")]
+    assert staged
+    assert not [how for how in staged if "without" in how]
 
 
 def test_stages_are_trained_one_after_another() -> None:

@@ -64,7 +64,8 @@ class Forked(LocalGrid):
     _start_method = "fork"
 
     @staticmethod
-    def _work(connection: Connection, *_: object) -> None:
+    def _work(connection: Connection) -> None:
+        connection.recv_bytes()  # its arguments
         connection.send_bytes(READY)
         while True:
             message = pickle.loads(connection.recv_bytes())

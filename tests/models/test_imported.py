@@ -340,6 +340,10 @@ def test_a_models_file_has_no_code_run(tmp_path: Path) -> None:
     find_make.cache_clear()
     with pytest.raises(ModelFileError, match=r"was trained with the model .*mine\.py:net', not with '.*other\.py:net'"):
         piecework.load(run.path, model=f"{tmp_path / 'other.py'}:net")
+    with pytest.raises(ValueError, match=r"model = <function .*: expected its name in the run, as in my_net\.py:make"):
+        piecework.load(run.path, model=make)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="leave normalise and model out"):
+        piecework.load(run.path, model="mine.py:net", into=nn.Linear(1, 1))  # type: ignore[call-overload]
     with pytest.raises(ModelFileError, match=r"and no file can have code run\. If you trust it, give"):
         load_model(run.path)
     model = piecework.load(run.path, model=settings["model"])

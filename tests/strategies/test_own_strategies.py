@@ -4,13 +4,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from helpers import TRIO, clients_of, run_local
+from helpers import TRIO, clients_of, fleet_json, run_local
 from settings_helpers import settings_with
 
 from piecework.client_app.client import Client, Update
 from piecework.client_app.whole import train_whole
 from piecework.commands.options import run_command, settings_from
 from piecework.commands.settings_list import setting_rows
+from piecework.federation.errors import RunAbortedError
 from piecework.models.cascade import Blueprint
 from piecework.models.change import Change, Origin
 from piecework.models.variant import register_change
@@ -141,6 +142,9 @@ def test_a_step_that_costs_more_than_its_cut_says(
     """Without a budget nothing stops it, and with the plan's budgets it would be over them."""
     (tmp_path / "heavy_strategy.py").write_text(HEAVY)
     monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RunAbortedError, match="no client trained in round 1: 3 asked, 3 refused for memory"):
+        changes = {"strategy": "heavy_strategy:Heavy", "memory__fit": "auto", "fleet": fleet_json(poor=0.2)}
+        run_local(tmp_path / "auto", **TRIO | changes)
     run = run_local(tmp_path, **TRIO | {"fleet": "unlimited", "strategy": "heavy_strategy:Heavy", "num_rounds": 2})
     first = clients_of(run)[0]
     said = f"client 0 took {first['measured_peak']:,} bytes, and {first['predicted_peak']:,} were predicted"

@@ -69,6 +69,8 @@ def test_all_wrong_values_are_reported_at_once() -> None:
         ("num_rounds", "unknown setting 'num_rounds': did you mean 'num-rounds'?"),
         ("apa-step", "unknown setting 'apa-step': did you mean 'fedprophet.apa-step'?"),
         ("attack-steps", "unknown setting 'attack-steps': did you mean 'attack.steps'?"),
+        ("messages.messages", "unknown setting 'messages.messages': `piecework settings` lists all "),
+        ("x", "unknown setting 'x': `piecework settings` lists all "),
         ("training.learning-rate", "unknown setting 'training.learning-rate': did you mean 'training.lr'?"),
         ("data.alpha", "unknown setting 'data.alpha': did you mean 'data.partition-alpha'?"),
         ("fedprophet.kappa", "unknown setting 'fedprophet.kappa': did you mean 'prism.kappa'?"),

@@ -32,7 +32,8 @@ def describe_unknown_key(key: str, fields: Iterable[str]) -> str:
         near = [known[given.replace(".", "-")]]
     else:
         table, _, word = given.rpartition(".")
-        near = [name for name in fields if table and name.startswith(f"{table}.") and word in re.split("[.-]", name)]
+        own = [name for name in fields if table and name.rpartition(".")[0] == table]
+        near = [name for name in own if word in name.rpartition(".")[2].split("-")]
         close = [] if near else get_close_matches(word, last, n=1, cutoff=0.7)
         near = near or [name for name in fields if name.rpartition(".")[2] in close]
         initials = "".join(part[:1] for part in word.split("-"))  # learning-rate is lr
