@@ -35,7 +35,7 @@ OF_ALGORITHMS = {
     "prism": {"I_c": "2", "LocalTrain": "6", "aggregate": "5"},
     "profl": {"Eq. 1": "1"},
     "slt": {},
-    "spafl": {"move the weights": "13", "lines 8 to 10": "3 to 6, 9, 11, 12", "new thresholds": "7"},
+    "spafl": {"move the weights": "13", "lines 8 to 10": "3 to 6, 9", "new thresholds": "7"},
 }
 PLACE = re.compile(r"([\w/]+\.py): ([\w., ]+)")
 
