@@ -110,21 +110,6 @@ def test_every_parameter_gets_a_gradient(name, options):
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [
-        ("atoms.3.conv1.weight", "atoms.3"),
-        ("head.fc.bias", "head"),
-        ("exits.2.fc.bias", "exits.2"),
-        ("control_atoms.3.conv1.weight", "control_atoms.3"),
-        ("control_head.fc.bias", "control_head"),
-        ("thresholds", "thresholds"),
-    ],
-)
-def test_the_unit_of_an_array(name, unit):
-    assert unit_of(name) == unit
-
-
 def test_atom_names_and_maps():
     def maps(name: str, edge: int, **options: str) -> list[tuple[str, int, int]]:
         blueprint = blueprint_of(name, (3, edge, edge), **options)
