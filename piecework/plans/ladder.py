@@ -11,6 +11,7 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import DeviceState
 from piecework.models.partition import atom_names
 from piecework.models.static_norms import mixes_examples
+from piecework.planning.coverage import consecutive
 from piecework.planning.cut import Cut
 from piecework.planning.fit import cheapest, smallest
 from piecework.planning.less_memory import FIT
@@ -22,8 +23,6 @@ from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST
 from piecework.training.settings import Settings, SettingsError
 from piecework.training.settings.shared import WAYS
-
-NAMED = 3  # parts of a model in a row
 
 EXACT = ("step-in-backward", "recompute-cheap", "recompute")
 # What each rung of a whole model may use.
@@ -138,11 +137,12 @@ def system(settings: Settings, question: PlanQuestion, name: str, state: DeviceS
         return None
     steps = question.examples * settings.training.local_epochs / settings.training.batch_size
     held = {atom for task in tasks for part in task.parts for atom in part.atoms}
-    left_out = [atom for number, atom in enumerate(atom_names(planner.cut.model)) if number not in held]
+    names = atom_names(planner.cut.model)
+    left_out = [name for number, name in enumerate(names) if number not in held]
     needed = max(task.needed for task in tasks)
     return Rung(
         name,
-        f"{describe(tasks)}{f', without {name_some(left_out)}' if left_out and len(tasks) == 1 else ''}",
+        f"{describe(tasks)}{f', without {consecutive(left_out, names)}' if left_out and len(tasks) == 1 else ''}",
         needed,
         fmean(task.flops for task in tasks) / (plain * steps),
         0,
@@ -150,12 +150,6 @@ def system(settings: Settings, question: PlanQuestion, name: str, state: DeviceS
         "pieces" if len(tasks) == 1 else f"pieces, in {len(tasks)} stages",
         needed <= state.allowed_bytes,
     )
-
-
-def name_some(names: list[str]) -> str:
-    """Return the first of some names, and how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(names[:NAMED])}{more}"
 
 
 def describe(tasks: list[PlannedTask]) -> str:

@@ -265,8 +265,8 @@ def test_a_ladder_says_what_a_devices_pieces_leave_out() -> None:
     found = {device: {each["name"]: each["how"] for each in rungs}["fedepth"] for device, rungs in ladders.items()}
     assert found == {
         "rich": "3 pieces a round",
-        "poor": "4 pieces a round, without block1, block2, block3",
-        "poorest": "3 pieces a round, without stem, block1, block2 and 4 more",
+        "poor": "4 pieces a round, without block1..block3",
+        "poorest": "3 pieces a round, without stem..block6",
     }
     staged = [each["how"] for each in ladders["rich"] if each["model"].startswith("pieces, in")]
     assert staged
