@@ -254,8 +254,10 @@ def test_the_part_that_no_client_trains_is_not_covered() -> None:
     assert (found["trained"]["minimum"], found["trained"]["together"]) == (0, pytest.approx(share))
 
 
-def test_a_ladder_says_what_a_devices_pieces_leave_out() -> None:
+def test_a_ladder_says_what_a_devices_pieces_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of pieces that are not the whole model's would promise what the device cannot do."""
+    monkeypatch.setattr("piecework.plans.ladder.cutting", lambda _: ["fedepth", "profl"])
+    monkeypatch.setattr("piecework.plans.ladder.RUNGS", {"plain step": ()})
     fleet = fleet_json(rich=0.12, poor=0.05, poorest=0.03)
     settings = settings_with(
         clients=3, model="preresnet20", architecture__width=0.25, training__batch_size=32, fleet=fleet
