@@ -26,7 +26,7 @@ from piecework.federated_data.columns import NO_COLUMNS, Columns
 from piecework.federated_data.hub import hub_place
 from piecework.federated_data.partition import client_class_counts
 from piecework.federated_data.registered import is_registered, key_of, read_registered
-from piecework.federated_data.sources import DatasetError, Source
+from piecework.federated_data.sources import DatasetError, Source, own_place
 
 __all__ = [
     "DATASETS",
@@ -129,12 +129,7 @@ def prepare(
         return ready
     root = Path(data_dir).expanduser() if data_dir else cache_dir / "downloads"
     if where:
-        here = Path(where).expanduser()
-        root = (Path(data_dir) if data_dir else Path()).expanduser() / here
-        found, other = os.path.exists(root), os.path.exists(here)  # noqa: PTH110 (a name may be too long for a path)
-        if kind != "hub" and other and not found:
-            said = f"there is no {root}, and data-dir (or PIECEWORK_DATA) says to look there"
-            raise DatasetError(f"{said}: for that in the working directory write {kind}:{here.resolve()}")
+        root = own_place(kind, where, data_dir)
     root = hub_place(root, where) if kind == "hub" else root.resolve()
     if columns.named() and kind not in COLUMNAR:
         raise DatasetError(f"{columns.named()}: the data set {name!r} has no columns; {' and '.join(COLUMNAR)} have")

@@ -9,6 +9,7 @@ import http.client
 import importlib
 import io
 import math
+import os
 import pickle
 import zlib
 from dataclasses import dataclass, replace
@@ -138,6 +139,22 @@ def cifar100(source: Path, download: bool) -> Source:
     return Source(
         *sets, num_classes=100, mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762), class_names=names
     )
+
+
+def own_place(kind: str, where: str, data_dir: str) -> Path:
+    """Return the file or folder of a user's own data set, below `data_dir` if that is set.
+
+    Raises DatasetError if it is missing there, but not in the working directory: the two may be different data.
+    """
+    here = Path(where).expanduser()
+    found = Path(data_dir).expanduser() / here
+    elsewhere = os.path.exists(here) and not os.path.exists(found)  # noqa: PTH110 (a name may be too long for a path)
+    if kind != "hub" and elsewhere:
+        raise DatasetError(
+            f"there is no {found}, and data-dir (or PIECEWORK_DATA) says to look there: for that in the working directory "
+            f"write {kind}:{here.resolve()}"
+        )
+    return found
 
 
 def hold_out(

@@ -170,9 +170,14 @@ def run_command(preset: str, assignments: list[str], options: Scalars, nodes: in
 
 
 def readable_anywhere(settings: Settings) -> Scalars:
-    """Return the settings that name files so that they can be read from anywhere: absolute paths, and the fleet itself."""
+    """Return the settings that name files so that they can be read from anywhere: absolute paths, and the fleet itself.
+
+    Raises DatasetError for a data set of one's own that is not where `data-dir` says, but in the working directory.
+    """
+    from piecework.federated_data.sources import own_place  # lists of options need no numpy
+
     kind, colon, source = settings.dataset.partition(":")
-    path = (Path(settings.data_dir) / source).resolve()
+    path = own_place(kind, source, settings.data_dir).resolve() if colon else Path()
     dataset = f"{kind}:{path}" if colon and (kind != "hub" or path.is_dir()) else settings.dataset
     found: Scalars = {"dataset": dataset, "fleet": load_fleet(settings.fleet).to_json()}
     values = settings.to_run_config()

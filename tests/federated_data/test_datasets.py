@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from dataset_helpers import prepared, save_npz
 
+from piecework.commands.options import readable_anywhere
 from piecework.federated_data import datasets, sources
 from piecework.federated_data.datasets import ArrayDataset, DatasetError, load, prepare
 from piecework.federated_data.labels import label_remarks
+from piecework.training.settings import Settings
 
 REAL_DATA = Path(os.environ.get("PIECEWORK_DATA", "/nonexistent"))
 IDX = sources._FASHION_MNIST
@@ -198,6 +200,8 @@ def test_a_file_that_lies_elsewhere_is_named(tmp_path, monkeypatch):
     said = rf"there is no .*data/mine\.npz, and data-dir \(or PIECEWORK_DATA\) says .* write npz:{tmp_path}/mine\.npz$"
     with pytest.raises(DatasetError, match=said):
         prepare("npz:mine.npz", **options)
+    with pytest.raises(DatasetError, match=said):  # as every command asks, before it reads anything
+        readable_anywhere(Settings(dataset="npz:mine.npz", data_dir=options["data_dir"]))
     assert len(load(prepare(f"npz:{tmp_path}/mine.npz", **options)).labels) == 6
     with pytest.raises(
         DatasetError, match=r"no file .*data/other\.npz; write npz:<file>, absolute, or relative to data-dir"
