@@ -5,6 +5,7 @@ The description ends with a checksum of itself and of all arrays. A file of an e
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from itertools import filterfalse
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from piecework.device_profiles.documents import abbreviate, read_json
 from piecework.models.imported.objects import is_object
 from piecework.models.imported.source import is_imported, is_loaded, is_own
+from piecework.models.static_norms import is_statistic
 from piecework.models.zoo import known_models
 
 DESCRIPTION, CHECKSUM = "piecework", "sha256"  # the key of the metadata, and the last one of the description
@@ -97,6 +99,16 @@ def description(file: Path) -> dict[str, Any]:
     if not isinstance(described, dict):
         raise ModelFileError(f"{file} cannot be read: its description is {abbreviate(described)}, not a table")
     return described
+
+
+def count_parameters(file: Path) -> int:
+    """Return how many parameters a trained model's file holds, without statistics of norms. Raises ModelFileError."""
+    try:
+        with safe_open(file, framework="np") as arrays:
+            names = filterfalse(is_statistic, arrays.keys())
+            return sum(prod(arrays.get_slice(name).get_shape()) for name in names)
+    except (OSError, SafetensorError) as error:
+        raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def metadata_of(described: str, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from piecework.device_profiles.documents import read_json
 from piecework.report import display
 from piecework.report.display import UnderAttack
 from piecework.report.participation import Participation, participation
-from piecework.report.read_records import read_final, read_rounds, with_details
+from piecework.report.read_records import read_final, read_rounds, read_size, with_details
 from piecework.server_app.packages import missing_package
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.summary import best_round, disk_use_of_rounds, peak_over_budget
@@ -37,7 +37,8 @@ class RunResult:
     `reason` says in a line why it did not complete. Bytes are those of training messages; `disk_a_round` has those of paged
     steps, if there are any. `curves` have (round, bytes so far, accuracy) of the evaluated rounds by record key. `under_attack`
     has the trained model's results by `UNDER_ATTACK`, and `best` those of `best_round`. Where nobody trained, all of these are
-    empty, and `untrained_accuracy` has what the model gets right as it began.
+    empty, and `untrained_accuracy` has what the model gets right as it began. `parameters` are those of the trained model, if
+    it was saved: a narrow one may be as accurate as a large one.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class RunResult:
     accuracy: float | None
     untrained_accuracy: float | None
     best: dict[str, Any] | None
+    parameters: int | None
     under_attack: dict[str, UnderAttack]
     totals: dict[str, int]
     enforced: bool
@@ -116,6 +118,7 @@ def _figures(run_dir: RunDir, settings: dict[str, Scalar]) -> RunResult:
         accuracy=last if trained else None,
         untrained_accuracy=None if trained else last,
         best=best_round(rounds, final) if trained else None,
+        parameters=read_size(run_dir),
         under_attack=display.under_attack(final) if trained else {},
         totals=display.totals(rounds),
         enforced=display.is_enforced(rounds),
@@ -203,6 +206,7 @@ def figures(group: Group) -> dict[str, Any]:
         "best_accuracy_mean": mean(best),
         "best_accuracy_std": spread(best, several),
         "best_rounds": [run.best["round"] for run in runs if run.best is not None],
+        "parameters_mean": mean(run.parameters for run in runs if run.parameters is not None),
         **{f"{key}_mean": mean(values) for key, values in withstood.items()},
         **{f"{key}_std": spread(values, several) for key, values in withstood.items()},
         **{

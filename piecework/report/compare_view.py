@@ -37,7 +37,7 @@ from piecework.report.participation import clients_text
 TABLES = {
     "accuracy": ("seed", "rounds", "at the end", "best (round)"),
     "under attack": (),  # whatever attacks there are
-    "memory": ("peak / budget", "largest peak", "in evaluation"),
+    "size and memory": ("parameters", "peak / budget", "largest peak", "in evaluation"),
     "clients": ("asked", "trained", "of the data", "requests failed"),
     "disks, a round, and the most read / written by one client": ("disk read", "disk written", "disk, by one client"),
     "messages and time": ("bytes down", "bytes up", "time", "simulated time"),
@@ -115,6 +115,7 @@ def lines(found: dict[str, Any], attacks: dict[str, str], *, evaluated: bool, pa
         "at the end": UNTRAINED if alone and found["untrained_runs"] else final,
         "best (round)": best,
         **{name: with_spread(found[f"{key}_mean"], found[f"{key}_std"]) for key, name in attacks.items()},
+        "parameters": "-" if found["parameters_mean"] is None else f"{found['parameters_mean']:,.0f}",
         "peak / budget": format_percent(found["max_peak_over_budget"], 1) if found["enforced"] else "not enforced",
         "largest peak": format_size(found["largest_measured_peak"]),
         **({"in evaluation": format_size(found["largest_evaluation_peak"])} if evaluated else {}),

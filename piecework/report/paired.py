@@ -15,6 +15,7 @@ from rich.text import Text
 
 from piecework.device_profiles.profile import format_percent
 from piecework.report.compare import UNDER_ATTACK, Group, RunResult, marks
+from piecework.report.participation import span
 from piecework.server_app.run_folder import COMPLETED
 
 if TYPE_CHECKING:
@@ -141,6 +142,19 @@ def explain(pairs: Sequence[Pair]) -> str:
     )
 
 
+def unequal_rounds(pairs: Iterable[Pair], groups: Sequence[Group]) -> list[str]:
+    """Return which groups ran other numbers of rounds than the first, with which they are compared; empty if none did."""
+    compared = {pair.group for pair in pairs}
+    ran = {mark: span(run.rounds for run in group.runs) for mark, group in zip(marks(groups), groups, strict=True)}
+    first = marks(groups)[0]
+    others = [f"{mark} ran {ran[mark]}" for mark in ran if mark in compared and ran[mark] != ran[first]]
+    return (
+        [f"{first} ran {ran[first]} rounds, and {', '.join(others)}: a difference may come from that."]
+        if others
+        else []
+    )
+
+
 def paired_tables(groups: Sequence[Group]) -> list[Table | Text]:
     """Return a table of the paired differences and a sentence about it; nothing where no two groups share a seed."""
     if not (pairs := pair_groups(groups)):
@@ -151,7 +165,7 @@ def paired_tables(groups: Sequence[Group]) -> list[Table | Text]:
         table.add_column(name, justify="left" if name in ("", "accuracy") else "right")
     for row in rows:
         table.add_row(*map(Text, row.values()))
-    return [Text(), table, Text(explain(pairs))]
+    return [Text(), table, *map(Text, (explain(pairs), *unequal_rounds(pairs, groups)))]
 
 
 def paired_section(groups: Sequence[Group]) -> "Section | None":
@@ -161,4 +175,5 @@ def paired_section(groups: Sequence[Group]) -> "Section | None":
     if not (pairs := pair_groups(groups)):
         return None
     rows = paired_rows(pairs)
-    return Section("Paired by seed", explain(pairs), below=table((list(row.values()) for row in rows), list(rows[0])))
+    said = " ".join((explain(pairs), *unequal_rounds(pairs, groups)))
+    return Section("Paired by seed", said, below=table((list(row.values()) for row in rows), list(rows[0])))

@@ -10,8 +10,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from piecework.device_profiles.documents import abbreviate
+from piecework.models.model_file import ModelFileError, count_parameters, description
 from piecework.server_app.records import CheckpointError, RunDir
 
+MODEL = "model.safetensors"
 Record = dict[str, Any]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, le=1e15)]
@@ -170,6 +172,18 @@ def read_final(run_dir: RunDir) -> Record | None:
     found = run_dir.final()
     attacked = found is not None and found.get("adversarial_accuracy") is not None
     return _check_present(_FinalUnderAttack if attacked else _Final, found, run_dir, "final.json")
+
+
+def read_size(run_dir: RunDir) -> int | None:
+    """Return how many parameters the trained model has; None before it is saved, and where each client has its own.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
+    file = run_dir.path / MODEL
+    try:
+        return None if not file.is_file() or "personal" in description(file) else count_parameters(file)
+    except ModelFileError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def read_models(run_dir: RunDir) -> dict[str, Record]:

@@ -23,7 +23,15 @@ from piecework.report.page import (
     table,
 )
 from piecework.report.privacy_view import privacy_panels, privacy_rows
-from piecework.report.read_records import read_coverage, read_final, read_models, read_rounds, with_details
+from piecework.report.read_records import (
+    MODEL,
+    read_coverage,
+    read_final,
+    read_models,
+    read_rounds,
+    read_size,
+    with_details,
+)
 from piecework.report.run_figures import (
     bytes_figure,
     device_figure,
@@ -70,7 +78,7 @@ def _content(run_dir: RunDir, plotly: bool) -> str:
         f'<p class="says">{escape(first_sentence(settings, rounds, final, status))}</p>',
         f"<pre>{escape(reason)}</pre>" if reason else "",
         *(f"<p><strong>{escape(text)}</strong></p>" for text in excluded_classes(rounds).values()),
-        table(overview(settings, rounds, final, read_models(run_dir), seconds)),
+        table(overview(settings, rounds, final, read_models(run_dir), read_size(run_dir), seconds)),
         sections_html(found, plotly=plotly),
         "<h2>Settings</h2><details><summary>all settings of the run</summary>",
         table((key, str(value)) for key, value in settings.items()),
@@ -80,16 +88,17 @@ def _content(run_dir: RunDir, plotly: bool) -> str:
 
 
 def overview(
-    settings: Record, rounds: Sequence[Record], final: Record | None, models: Record, seconds: float
+    settings: Record, rounds: Sequence[Record], final: Record | None, models: Record, size: int | None, seconds: float
 ) -> list[tuple[str, str]]:
-    """Return the run in a few rows."""
+    """Return the run in a few rows. `size` is the number of parameters of the trained model, if there is one."""
     evaluated, total = display.accuracies(rounds, final), display.totals(rounds)
     peak = format_percent(peak_over_budget(rounds)) if display.is_enforced(rounds) else "not enforced"
+    trained = "" if size is None else f"; trained: {size:,} parameters"
     setting = {key: str(settings.get(key, "-")) for key in ("strategy", "model", "dataset", "num-rounds")}
     clients, a_round = settings.get("clients") or "all", settings.get("clients-per-round") or "all"
     return [
         ("Strategy", setting["strategy"]),
-        ("Model", f"{setting['model']}, width {settings.get('architecture.width', 1.0)}"),
+        ("Model", f"{setting['model']}, width {settings.get('architecture.width', 1.0)}{trained}"),
         ("Data set", setting["dataset"]),
         ("Fleet", fleet_name(str(settings.get("fleet", "-")))),
         ("Clients", f"{clients}, {a_round} a round"),
@@ -122,7 +131,7 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
     if not rounds:
         return []
     final, robust = read_final(run_dir), is_adversarial(rounds)
-    found = [final_section(final, settings, run_dir.path / "model.safetensors")] if final else []
+    found = [final_section(final, settings, run_dir.path / MODEL)] if final else []
     if robust:
         found += robust_curves(rounds, settings)
     else:

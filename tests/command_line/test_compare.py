@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from flwr.app import Array, ArrayRecord
 from report_helpers import client, make_run, refused, round_record, text_of, two_rounds
 
 from piecework.device_profiles.fleet import load_fleet
@@ -17,6 +19,7 @@ from piecework.report.display import disk_rows
 from piecework.report.in_words import in_words
 from piecework.report.page import LAYOUT, Section, escape_label, fold, height, line, sections_html, subplots, table
 from piecework.report.run_page import write_report
+from piecework.server_app.records import CheckpointError
 from piecework.server_app.summary import disk_use_of_rounds
 
 DEMO, BOARDS = (load_fleet(name).to_json() for name in ("demo", "boards"))
@@ -204,3 +207,23 @@ def test_long_settings_are_cut_in_the_legend_of_a_figure(tmp_path: Path) -> None
     (group,) = group_runs([make_run(tmp_path / "a", two_rounds(0.5))])
     many = replace(group, label=" ".join(f"key{n}=value" for n in range(20)))
     assert curve_name("A", many) == f"A: {' '.join(f'key{n}=value' for n in range(5))} … (a)"
+
+
+def test_the_size_of_the_trained_model_stands_beside_its_accuracy(tmp_path: Path) -> None:
+    """2 x 3 + 4 parameters, without a running mean. A file of thresholds is no model, and one run has saved none."""
+    named = {"a": "fedavg", "b": "spafl", "c": "prism"}
+    runs = [make_run(tmp_path / name, two_rounds(0.5), strategy=strategy) for name, strategy in named.items()]
+    shapes = {"a.weight": (2, 3), "a.bias": (4,), "a.running_mean": (4,)}
+    arrays = ArrayRecord({name: Array(np.ones(shape)) for name, shape in shapes.items()})
+    runs[0].save_model(arrays, {"format": 3})
+    runs[1].save_model(arrays, {"format": 3, "personal": "thresholds"})
+    groups = group_runs(runs)
+    assert [run.parameters for group in groups for run in group.runs] == [10, None, None]
+    assert [group["parameters_mean"] for group in compare_json(groups)["groups"]] == [10, None, None]
+    words = [row.split() for row in shown(*runs)]
+    assert ["A", "a", "10", "90.0%", "900", "B"] in words
+    assert ["B", "b", "-", "90.0%", "900", "B"] in words
+    assert ", width 1.0; trained: 10 parameters</td>" in write_report(runs[0]).read_text("utf-8")
+    (runs[2].path / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        group_runs(runs)

@@ -92,4 +92,19 @@ def test_tables_and_the_section_of_a_page(tmp_path: Path) -> None:
     section = paired_section(groups)
     assert section is not None
     assert "<td>+2.00 ± 1.00 points</td>" in section.below
+    assert "a difference may come from that" not in shown
     assert (paired_tables(groups[:1]), paired_section(groups[:1])) == ([], None)
+
+
+def test_unequal_rounds_are_told(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / "a", two_rounds(0.5, 0.6), strategy="fedavg"),
+        make_run(tmp_path / "b", two_rounds(0.5), strategy="heterofl"),
+        make_run(tmp_path / "c", two_rounds(0.5, 0.5), strategy="fedprox"),
+        make_run(tmp_path / "d", two_rounds(0.5), "stopped", strategy="fedrolex"),  # is in no pair
+    ]
+    said = "A ran 2 rounds, and B ran 1: a difference may come from that."
+    assert text_of(*paired_tables(group_runs(runs))).rstrip().endswith(said)
+    section = paired_section(group_runs(runs))
+    assert section is not None
+    assert section.caption.endswith(said)
