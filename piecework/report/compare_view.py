@@ -37,7 +37,7 @@ from piecework.report.participation import clients_text
 TABLES = {
     "accuracy": ("seed", "rounds", "at the end", "best (round)"),
     "under attack": (),  # whatever attacks there are
-    "size and memory": ("parameters", "peak / budget", "largest peak", "in evaluation"),
+    "size and memory": ("parameters", "peak / budget", "largest peak", "evaluating"),
     "clients": ("asked", "trained", "of the data", "requests failed"),
     "disks, a round, and the most read / written by one client": ("disk read", "disk written", "disk, by one client"),
     "messages and time": ("bytes down", "bytes up", "time", "simulated time"),
@@ -118,7 +118,7 @@ def lines(found: dict[str, Any], attacks: dict[str, str], *, evaluated: bool, pa
         "parameters": "-" if found["parameters_mean"] is None else f"{found['parameters_mean']:,.0f}",
         "peak / budget": format_percent(found["max_peak_over_budget"], 1) if found["enforced"] else "not enforced",
         "largest peak": format_size(found["largest_measured_peak"]),
-        **({"in evaluation": format_size(found["largest_evaluation_peak"])} if evaluated else {}),
+        **({"evaluating": format_size(found["largest_evaluation_peak"])} if evaluated else {}),
         "asked": clients_text(found["clients_ever_asked"], []),
         "trained": clients_text(found["clients_trained"], found["clients_of_fleet"]),
         "of the data": format_percent(found["data_trained_mean"], 1),

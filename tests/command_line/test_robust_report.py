@@ -208,7 +208,7 @@ def test_other_runs_have_no_empty_sections(tmp_path: Path) -> None:
             assert heading not in text[text.index("<body>") : text.index("<h2>Settings</h2>")]
     groups = group_runs([RunDir(tmp_path / "old"), RunDir(tmp_path / "new")])
     assert "under PGD" not in text_of(*compare_tables(groups))
-    assert "in evaluation" not in text_of(*compare_tables(groups))
+    assert "evaluating" not in text_of(*compare_tables(groups))
 
 
 def test_a_long_cascade_on_one_page(tmp_path: Path) -> None:
