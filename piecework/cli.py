@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    suggest_commands=False,  # click does that itself
 )
 app.add_typer(results)
 app.add_typer(studies)

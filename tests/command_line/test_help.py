@@ -25,3 +25,9 @@ def test_no_word_of_a_help_text_is_lost(name: str) -> None:
     for text in texts:
         assert " ".join((text or "").replace(r"\[", "[").split()) in shown
         assert "\\" not in shown
+
+
+def test_a_mistyped_command_is_answered_with_one_suggestion() -> None:
+    done = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["preset"])
+    assert done.exit_code == 2
+    assert done.stderr.count("presets") == 1
