@@ -16,6 +16,7 @@ from rich.text import Text
 from piecework.device_profiles.profile import format_bytes, format_compared, format_percent, is_limit
 from piecework.device_profiles.units import format_seconds
 from piecework.planning.coverage import consecutive
+from piecework.report.participation import participation
 from piecework.report.privacy_view import privacy_rows
 from piecework.report.read_records import read_summary
 from piecework.server_app.failures import excluded_classes, failure_text, failures
@@ -124,7 +125,9 @@ def trained_table(parts: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def best_text(rounds: Sequence[Record], final: Record | None = None) -> str:
-    """Return the accuracy of the run's best round, and of that round under attack if it was evaluated."""
+    """Return the accuracy of the run's best round, and under attack if that was evaluated; or that nobody trained the model."""
+    if not participation(rounds).trained:
+        return "of the untrained model"
     best = best_round(rounds, final)
     assert best is not None
     attacked = best["adversarial_accuracy"]

@@ -10,8 +10,10 @@ from piecework.report.compare import Group, compare_json, group_runs
 from piecework.report.compare_legend import legend
 from piecework.report.compare_pictures import pictures
 from piecework.report.compare_view import compare_tables, curve_name, curves_html
+from piecework.report.display import summary_table
 from piecework.report.paired import pair_groups
 from piecework.report.participation import Participation, Record, clients_text, participation
+from piecework.report.run_page import write_report
 
 FLEET = {"devices": {"small": 3, "pi": 2}, "examples": 50}
 NO_PI = "no client of pi ever trained: none was asked to"
@@ -161,3 +163,12 @@ def test_failures_have_their_reasons(tmp_path: Path) -> None:
     assert told(*(("failed", why) for why in "wxyz")) == " (all 4 runs failed: w, x, and 2 more reasons)"
     assert told(("failed", "")) == " (it failed)"
     assert told(("completed", "")) == ""
+
+
+def test_an_untrained_model_has_no_best_round(tmp_path: Path) -> None:
+    rounds = nobody()
+    told = text_of(summary_table({"status": "failed", "rounds": 1}, rounds))
+    assert "10.00% (of the untrained model)" in told
+    assert "best" not in told
+    page = write_report(make_run(tmp_path / "a", rounds, "failed")).read_text("utf-8")
+    assert "<td>last 10.00%, of the untrained model</td>" in page
