@@ -22,6 +22,7 @@ from piecework.commands.base import (
     NoCache,
     Preset,
     Set,
+    SettingsCommand,
     err,
     listen,
     out,
@@ -78,7 +79,7 @@ def about(
     """Train one model across devices none of which can hold it."""
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_shorthands
 def run(
     preset: Preset = "",
@@ -235,7 +236,7 @@ def over_seeds(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_shorthands
 def plan(
     preset: Preset = "",

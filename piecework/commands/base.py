@@ -2,14 +2,17 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import shlex
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Annotated, Any, NoReturn
 
+import click
 import typer
 from rich.text import Text
+from typer.core import TyperCommand
 
 from piecework import __version__
 from piecework.api.runs import NO_RUN
@@ -17,7 +20,7 @@ from piecework.commands import complete
 from piecework.commands.console import PlainConsole
 from piecework.commands.options import OPTIONS, Scalars
 from piecework.device_profiles.fleet_file import FleetError
-from piecework.training.settings import SettingsError
+from piecework.training.settings import Settings, SettingsError
 
 out, err = PlainConsole(), PlainConsole(stderr=True)
 BAD_INPUT, FAILED = 2, 1
@@ -89,6 +92,39 @@ def show_version(wanted: bool) -> None:
     if wanted:
         print(f"piecework {__version__}")
         raise typer.Exit
+
+
+class SettingsCommand(TyperCommand):
+    """A command with --set, which tells how to give a setting that was written as an option, or as a word alone."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words of a command line. Raises click.UsageError."""
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            own = {option for parameter in self.params for option in parameter.opts}
+            if wanted := setting_among(words, own):
+                raise click.UsageError(f"{error.message.rstrip('.')}: write {wanted}", ctx) from error
+            raise
+
+
+def setting_among(words: Sequence[str], options: Container[str]) -> str:
+    """Return how --set would give the first setting that is among the words without it; empty if none is.
+
+    A setting is known by its key, or by the last part of it: `--training.lr 0.1` and `lr=0.1` give `--set training.lr=0.1`.
+    What is one of the command's own options is none.
+    """
+    keys = Settings().to_run_config()
+    for before, word, after in zip(["", *words], words, [*words[1:], "--"], strict=False):
+        key, assigned, value = word.lstrip("-").partition("=")
+        if before in ("--set", "--sweep") or f"--{key}" in options or not (word.startswith("--") or assigned):
+            continue
+        found = [key] if key in keys else [name for name in keys if key == name.rpartition(".")[2]]
+        given = value if assigned else "VALUE" if after.startswith("--") else after
+        if found:
+            return " or ".join(shlex.join(("--set", f"{name}={given}")) for name in found)
+    return ""
 
 
 class ConsoleHandler(logging.Handler):

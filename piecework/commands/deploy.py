@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from piecework.commands.base import Json, Named, Preset, Set, err, out, user_errors, with_shorthands
+from piecework.commands.base import Json, Named, Preset, Set, SettingsCommand, err, out, user_errors, with_shorthands
 from piecework.commands.options import OPTIONS, settings_from
 
 commands = typer.Typer()
 
 
-@commands.command()
+@commands.command(cls=SettingsCommand)
 @with_shorthands
 def export_data(
     folder: Annotated[Path, typer.Option("--out", help="the folder to write: node-0, node-1, ... and server")],
@@ -36,7 +36,7 @@ def export_data(
         out.print("copy each to its device, and set data-dir in its node-config; the server finds its own by data-dir")
 
 
-@commands.command()
+@commands.command(cls=SettingsCommand)
 def own_data(
     source: Annotated[str, typer.Argument(help="npz:FILE, table:FILE, folder:DIR or another data set")],
     folder: Annotated[Path, typer.Option("--out", help="the folder to write, which is the node's data-dir")],
@@ -56,7 +56,7 @@ def own_data(
         out.print(f'set data-dir="{made["folder"]}" in its node-config', highlight=False, soft_wrap=True)
 
 
-@commands.command()
+@commands.command(cls=SettingsCommand)
 def profile(
     name: Annotated[str, typer.Option(help="name of the device in the fleet; default: this machine's")] = "",
     seconds: Annotated[float, typer.Option(help="how long to compute: a warm board is slower than a cold one")] = 10.0,
@@ -156,7 +156,7 @@ def register(
             )
 
 
-@commands.command()
+@commands.command(cls=SettingsCommand)
 @with_shorthands
 def compose(
     preset: Preset = "",

@@ -6,6 +6,7 @@ import typer
 from typer.testing import CliRunner
 
 from piecework.cli import app
+from piecework.commands.base import setting_among
 
 COMMANDS: dict[str, click.Command] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -31,3 +32,30 @@ def test_a_mistyped_command_is_answered_with_one_suggestion() -> None:
     done = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["preset"])
     assert done.exit_code == 2
     assert done.stderr.count("presets") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--memory.fit", "auto"], "No such option '--memory.fit': write --set memory.fit=auto"),
+        (["memory.fit=auto"], "Got unexpected extra argument (memory.fit=auto): write --set memory.fit=auto"),
+        (["--rounds", "2", "--lr=0.1"], "No such option '--lr': write --set training.lr=0.1"),
+    ],
+)
+def test_a_setting_that_is_written_as_an_option_is_told_how_to_be_given(words: list[str], said: str) -> None:
+    done = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["run", *words])
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--epsilon", "--json"], "--set attack.epsilon=VALUE or --set privacy.epsilon=VALUE"),
+        (["--set", "training.lr=0.1", "--sweep", "training.lr=1,2"], ""),
+        (["--clients"], "--set clients=VALUE"),
+        (["--seed", "3", "other=1", "alone", "--unknown"], ""),
+    ],
+)
+def test_a_setting_among_words_is_found(words: list[str], wanted: str) -> None:
+    assert setting_among(words, {"--seed", "--set", "--sweep", "--json"}) == wanted
