@@ -165,7 +165,7 @@ class RunDir:
     def checkpoint_paths(self) -> list[Path]:
         """Return the folders of all checkpoints, damaged ones included, oldest first."""
         found = self.checkpoints.glob("round-*")
-        return sorted(path for path in found if path.name.removeprefix("round-").isdecimal())
+        return sorted((path for path in found if path.name.removeprefix("round-").isdecimal()), key=round_of)
 
     def load_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint, or None if there is none. Raises CheckpointError if it is damaged."""

@@ -84,6 +84,13 @@ def test_the_first_and_the_newest_two_are_kept(run: RunDir) -> None:
     assert numpy_of(checkpoint.arrays)["atoms.0.w"][0, 0] == 5
 
 
+def test_checkpoints_are_in_the_order_of_their_rounds(run: RunDir) -> None:
+    save(run, 1, 99_999, 100_000, 100_001)
+    assert names(run) == ["round-00001", "round-100000", "round-100001"]
+    assert run.checkpoint_paths()[-1].name == "round-100001"
+    assert run.last_complete_round() == 100_001
+
+
 def test_a_checkpoint_that_was_not_finished_is_none(run: RunDir) -> None:
     save(run, 1)
     half = run.checkpoints / "round-00002.tmp"
