@@ -174,7 +174,8 @@ def distil(
     trainer = LocalTrainer(partial(_whole, blueprint, arrays, piece_class), training_config, make_loss)
     with at_full_speed(threads):
         for _ in trainer.epochs():
-            trainer.epoch(taught, rng, cap, f"distil {blueprint.name}")
+            (own,) = rng.spawn(1)  # dropout would draw the same masks in every epoch
+            trainer.epoch(taught, own, cap, f"distil {blueprint.name}")
         (model,) = trainer.finish()
     found = {f"{unit}.{name}": value for unit, m in model.units().items() for name, value in m.state_dict().items()}
     new = ArrayRecord({name: Array(found[name].detach().numpy()) for name in arrays})

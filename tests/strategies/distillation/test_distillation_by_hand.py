@@ -1,13 +1,14 @@
 """FedDF's and FedET's rules by hand: averaged logits, weights, losses, and a model that learns its teachers' answers."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from helpers import numpy_of, random_examples, same
+from helpers import feature_examples, numpy_of, random_examples, same
 from torch import Tensor, nn
 
 from piecework.device_profiles.memory import PeakMemory
@@ -157,6 +158,27 @@ def test_a_model_learns_its_teachers_answers(piece_class: Any) -> None:
         for _ in range(2)
     )
     assert same(numpy_of(one[0]), numpy_of(other[0]))
+
+
+def test_dropout_draws_other_masks_in_every_epoch() -> None:
+    """All examples are alike and the rate is 0, so that the logits of two epochs differ by their masks alone."""
+    plain, arrays = a_model()
+    blueprint = replace(plain, build_head=lambda: nn.Sequential(nn.Dropout(0.5), plain.build_head()))
+    arrays = ArrayRecord({name.replace("head.", "head.1."): array for name, array in arrays.items()})
+    examples = feature_examples(np.ones((4, 8, 8, 1), np.float32), np.zeros(4, np.int64))
+    seen: list[Tensor] = []
+
+    def note(pieces: list[PieceModel]) -> Any:
+        def loss(z: Tensor, targets: Tensor) -> Tensor:
+            seen.append(logits := pieces[0].logits(z))
+            return logits.sum()
+
+        return loss
+
+    config, cap = TrainingConfig(0.0, 0.0, 0.0, 4, 2), MemoryCap(0, enforced=False)
+    distil(blueprint, arrays, examples, torch.eye(4), note, config, np.random.default_rng(0), cap)
+    first, second = seen
+    assert not torch.equal(first, second)
 
 
 def test_logits_are_of_all_examples_in_order() -> None:
