@@ -126,10 +126,9 @@ class Evaluator:
         return np.sort(order[:count])
 
     def _batches(self, rows: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, len(rows), self.batch_size):
-            chosen = rows[start : start + self.batch_size]
-            if len(chosen) == 1 and start:
-                return  # batch statistics of one image are meaningless
+        # A single image at the end joins the batch before it, because batch statistics of one image are meaningless.
+        starts = range(self.batch_size, len(rows) - 1, self.batch_size)
+        for chosen in np.split(rows, starts) if len(rows) else ():
             yield as_inputs(self.data.test_inputs[chosen], self.data), torch.tensor(self.data.test_labels[chosen])
 
     def _fill(self, arrays: Mapping[str, Array], atoms: Piece | None, head: str) -> PieceModel:

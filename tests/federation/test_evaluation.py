@@ -90,7 +90,7 @@ def test_the_attacked_images_are_a_fixed_choice() -> None:
         assert found == other(arrays) == one(arrays)
         withstood.add(found.adversarial_accuracy)
     assert len(withstood) > 1  # another seed, other images
-    assert Evaluator(blueprint, PAIRS, 4, ATTACK, 5)(arrays).attacked == 4  # a last batch of one is dropped
+    assert Evaluator(blueprint, PAIRS, 4, ATTACK, 5)(arrays).attacked == 5
     assert Evaluator(blueprint, PAIRS, 4, ATTACK, 100)(arrays).attacked == 6  # all there are
 
 
@@ -262,3 +262,10 @@ def test_the_heap_keeps_what_is_freed_while_the_server_evaluates_and_gives_it_ba
     again, given_back = map(int, done.stdout.split())
     assert again < 16  # 16,384 pages, or 32 large ones, were they new
     assert given_back > 60 * 2**20
+
+
+def test_a_single_image_at_the_end_joins_the_batch_before_it() -> None:
+    """Nine images in batches of four: the last one is the only one that the model gets right."""
+    data = data_of([[255, 0]] * 8 + [[0, 255]], [1] * 9, 2)
+    blueprint, arrays = linear([[1.0, 0.0], [0.0, 1.0]])
+    assert Evaluator(blueprint, data, batch_size=4)(arrays).accuracy == 1 / 9
