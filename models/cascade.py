@@ -89,7 +89,9 @@ class Blueprint:
         if kind == "atoms":
             return self.atoms[int(index)].build()
         if kind == "exits":
-            return ExitHead(self.atoms[int(index)].shape, self.num_classes, self.batch_norm)
+            # of two classes, the model's head may have one logit, and m-FeDepth's heads teach each other
+            logits = num_logits(self) if self.num_classes == 2 else self.num_classes
+            return ExitHead(self.atoms[int(index)].shape, logits, self.batch_norm)
         if kind == "aux":
             return auxiliary_head(self.atoms[int(index)].shape, self.num_classes, self.auxiliary_pool)
         raise ValueError(f"unknown unit {unit!r}: expected 'head', 'atoms.<i>', 'exits.<i>' or 'aux.<i>'")
