@@ -98,8 +98,16 @@ class Mean(Protocol):
     def over(self, name: str, previous: np.ndarray) -> np.ndarray: ...
 
 
+def share_bytes(one: ArrayRecord, other: ArrayRecord) -> bool:
+    """Return whether two records have the same names, in the same order, and the same bytes objects; no values are compared.
+
+    A record holds arrays of its own: one made of another's arrays shares nothing with it but their bytes.
+    """
+    return list(one) == list(other) and all(one[name].data is other[name].data for name in one)
+
+
 def replace_arrays(arrays: ArrayRecord, mean: Mean) -> ArrayRecord:
-    """Return the model with the means in place of its arrays. Arrays that no client trained stay the same objects."""
+    """Return the model with the means in place of its arrays. Arrays that no client trained are not copied."""
     return ArrayRecord(
         {name: Array(mean.over(name, array.numpy())) if name in mean else array for name, array in arrays.items()}
     )

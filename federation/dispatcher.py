@@ -1,11 +1,12 @@
 """Send a strategy's tasks to clients and read their answers, for training, evaluation and pre-round queries alike."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 
 from piecework.device_profiles.profile import is_limit
+from piecework.federation.aggregation import share_bytes
 from piecework.federation.registry import ClientRegistry
 from piecework.federation.reports import ClientReport
 from piecework.federation.transport import MESSAGE_LIFETIME
@@ -51,14 +52,14 @@ class Dispatcher:
         return self._messages(kind, sends)
 
     def _messages(self, kind: str, sends: Mapping[int, ArrayFilter]) -> Iterator[Message]:
-        before, parcels = list[tuple[str, Array]](), ArrayRecord()  # of the last client: the next often gets the same
+        before, parcels = ArrayRecord(), ArrayRecord()  # of the last client: the next often gets the same
         for client, task in self.tasks.items():
             if client in self.weight_cache.unreached:
                 continue
             sent = without_units(sends.get(client, everything)(self.arrays), task.frozen)
             member = self.registry.members[client]
-            if not have_same_objects(arrays := [*sent.items()], before):
-                before, parcels = arrays, pack(arrays)
+            if not share_bytes(sent, before):
+                before, parcels = sent, pack([*sent.items()])
             content = RecordDict({"task": task.to_record(), "arrays": ArrayRecord({**parcels})})
             if member.own_data:
                 content.update(self.registry.first_content())
@@ -146,9 +147,3 @@ class Dispatcher:
     def why_unanswered(self) -> str:
         """Return up to three reasons why clients did not answer the latest messages."""
         return "; ".join(sorted({report.reason for report in self.log.values()})[:3]) or "no client was asked"
-
-
-def have_same_objects(some: Sequence[tuple[str, Array]], others: Sequence[tuple[str, Array]]) -> bool:
-    """Return whether named arrays are the same objects, in the same order; arrays that are only equal are not."""
-    pairs = zip(some, others, strict=False)
-    return len(some) == len(others) and all(one[0] == other[0] and one[1] is other[1] for one, other in pairs)

@@ -184,7 +184,7 @@ class Run:
         return ArrayRecord({name: Array(value) for name, value in arrays.items()})
 
     def finalize(self) -> None:
-        """Write the trained model, evaluate it if it is to be attacked, and delete the cached features of emulated clients."""
+        """Write the trained model, evaluate it if the last round did not, and delete cached features of emulated clients."""
         settings, server = self.settings, self.server
         self.moments.begin("writing the trained model")
         arrays, (atoms, head) = self.arrays, self.method.trained_model()
@@ -192,8 +192,9 @@ class Run:
             arrays, (atoms, head) = self.method.final(arrays), self.method.final_model()
         last = self.values["round"]
         again = last < settings.num_rounds and settings.norms == "static" and self.served.statistics
+        measured_bytes = 0
         if again or not self.served.is_of(arrays, atoms, head):
-            self._measure(self.served, last, arrays, (atoms, head), last=True)
+            _, measured_bytes = self._measure(self.served, last, arrays, (atoms, head), last=True)
         if not self.served.is_of(arrays, atoms, head):
             raise RunAbortedError(
                 "no client could measure the batch norms of the trained model (architecture.batch-norm = "
@@ -201,7 +202,10 @@ class Run:
             )
         if not self.method.personal:
             self.moments.begin("evaluating the models that devices deploy")
-            measure = partial(self._measure, server_round=last, arrays=arrays, model=(atoms, head), last=False)
+
+            def measure(served: ServedModel) -> int:
+                return self._measure(served, last, arrays, (atoms, head), last=False)[1]
+
             if found := evaluate_device_models(self.served, last, arrays, (atoms, head), self.evaluate, measure):
                 self.run_dir.write_models(found)
         arrays = self.served.complete(arrays)
@@ -216,14 +220,24 @@ class Run:
                 **self.method.model_details,
             },
         )
-        if server.attacks or settings.evaluation.autoattack_examples:
-            if images := settings.evaluation.autoattack_examples:
-                LOG.warning("starting AutoAttack on %s images, which takes minutes to an hour", images)
-            self.evaluate.show(self.served.blueprint)
-            found = final_evaluation(self.evaluate, arrays, atoms, head, settings)
-            self.run_dir.write_final(found | self.method.evaluation_details)
+        self._evaluate_trained(arrays, atoms, head, measured_bytes)
         for folder in Path(server.experiment.state_dir).glob(f"{self.values['experiment-id']}/*/features"):
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _evaluate_trained(self, arrays: ArrayRecord, atoms: Piece, head: str, measured_bytes: int) -> None:
+        """Evaluate the trained model if it is to be attacked, or if it is not the model that the last round evaluated.
+
+        `measured_bytes` are those of messages in which clients measured its batch norms.
+        """
+        images = self.settings.evaluation.autoattack_examples
+        known = measured_bytes == 0 and (rounds := self.run_dir.rounds()) and rounds[-1]["accuracy"] is not None
+        if not (self.server.attacks or images) and (known or self.method.personal):
+            return
+        if images:
+            LOG.warning("starting AutoAttack on %s images, which takes minutes to an hour", images)
+        self.evaluate.show(self.served.blueprint)
+        found = final_evaluation(self.evaluate, arrays, atoms, head, self.settings)
+        self.run_dir.write_final(found | self.method.evaluation_details | {"bytes_measuring": measured_bytes})
 
     def one_round(self, server_round: int) -> RoundRecord:
         """Survey the clients, train, evaluate and record; then let the method conclude the round, e.g. end a stage."""

@@ -27,6 +27,7 @@ from piecework.federation.aggregation import (
     check_update,
     require_all,
     require_within,
+    share_bytes,
     spec_of,
 )
 from piecework.federation.reports import ClientReport
@@ -91,13 +92,13 @@ class ServedModel:
 
     def weights(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the arrays that the strategy serves for a trained model, composed once for each model."""
-        if self._weights is None or not is_same(self._weights[0], arrays):
+        if self._weights is None or not share_bytes(self._weights[0], arrays):
             self._weights = arrays, self.serving.arrays(arrays)
         return self._weights[1]
 
     def is_of(self, arrays: ArrayRecord, atoms: Piece, head: str) -> bool:
         """Return whether this model can be evaluated: its statistics are known, or it needs none."""
-        if self._of is not None and is_same(self._of[0], arrays) and self._of[1:] == (atoms, head):
+        if self._of is not None and share_bytes(self._of[0], arrays) and self._of[1:] == (atoms, head):
             return True
         return not (self.measured and empty_statistics(self.blueprint, [*units(atoms), head]))
 
@@ -204,8 +205,9 @@ class ServedModel:
         return update
 
     def to_arrays(self, arrays: ArrayRecord) -> dict[str, Array]:
-        """Return the statistics of this model for a checkpoint; none if they belong to another model."""
-        if self._of is None or not is_same(self._of[0], arrays):
+        """Return the statistics for a checkpoint with these arrays; none if they belong to another model than is trained."""
+        trained = self.server.method.trained_model()
+        if self._of is None or not share_bytes(self._of[0], arrays) or self._of[1:] != trained:
             return {}
         return {KEPT + name: array for name, array in self.statistics.items()}
 
@@ -219,11 +221,6 @@ class ServedModel:
         """Assign the restored statistics to the model of the checkpoint, which has these arrays."""
         if self.statistics:
             self._of = arrays, *self.server.method.trained_model()
-
-
-def is_same(one: ArrayRecord, other: ArrayRecord) -> bool:
-    """Return whether two models consist of the same array objects; values are not compared."""
-    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
 
 
 class Moments:

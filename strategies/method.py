@@ -183,7 +183,7 @@ class Method:
         current.mean.add(update.arrays, update.examples)
 
     def finish(self, current: Round) -> ArrayRecord:
-        """Return the new model. Arrays that no client trained stay the same objects."""
+        """Return the new model. Arrays that no client trained are not copied."""
         return replace_arrays(current.arrays, current.mean)
 
     def assign_evaluation(self, ctx: Context, assignment: Assignment, examples: int) -> Assignment:

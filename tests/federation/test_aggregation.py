@@ -20,6 +20,7 @@ from piecework.federation.aggregation import (
     first_limit,
     norm_limits,
     note_norms,
+    share_bytes,
     spec_of,
 )
 
@@ -325,3 +326,13 @@ def test_units_without_a_history_are_compared_with_each_other() -> None:
     assert limits_of([block, head], 10.0, {"head"}) == [(1, {}), (0, {"atoms.0": 400.0})]
     assert limits_of([head, head], 10.0, {"head"}) == [(0, {}), (1, {})]
     assert limits_of([block, block], 0.0, set()) == [(0, {}), (1, {})]
+
+
+def test_records_share_bytes_and_no_arrays() -> None:
+    one = ArrayRecord({"a": Array(np.zeros(2)), "b": Array(np.ones(2))})
+    some, again = ArrayRecord({**one}), ArrayRecord({name: Array(array.numpy()) for name, array in one.items()})
+    assert some["a"] is not one["a"]
+    assert share_bytes(one, some)
+    assert not share_bytes(one, again)  # equal alone
+    assert not share_bytes(one, ArrayRecord({"a": one["a"]}))
+    assert not share_bytes(one, ArrayRecord({"b": one["b"], "a": one["a"]}))

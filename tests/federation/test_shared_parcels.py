@@ -32,3 +32,10 @@ def test_another_width_is_packed_anew(tmp_path: Path) -> None:
     arrays = [arrays_of(each) for each in sent[:3]]
     assert same(arrays[0], arrays[2])
     assert {name: a.shape for name, a in arrays[0].items()} != {name: a.shape for name, a in arrays[1].items()}
+
+
+def test_what_is_chosen_from_the_model_is_packed_once(tmp_path: Path) -> None:
+    """A client of ProFL gets some units alone, in a record of its own."""
+    sent, data = parcels_of(tmp_path, strategy="profl", fleet="unlimited", profl__stage_rounds=1)
+    assert not any(name.startswith("atoms.0.") for name in arrays_of(sent[0]))  # shrinking begins with the last block
+    assert [are_one(data[0], each) for each in data] == [True, True, True, False, False, False]

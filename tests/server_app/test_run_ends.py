@@ -8,14 +8,19 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import Error, Message
-from helpers import TRIO, RecordingGrid, clients_of, run_local, tiny_settings
+from helpers import TRIO, RecordingGrid, clients_of, few_digits, run_local, tiny_settings
 
+import piecework
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
+from piecework.report.run_page import write_report
 from piecework.server_app.experiment import run_experiment
 from piecework.server_app.local_grid import LocalGrid
-from piecework.server_app.records import RunDir
+from piecework.server_app.records import RunDir, read_checkpoint
+
+STAGED = {"strategy": "profl", "profl__stage_rounds": 1}
 
 
 def test_fedavg_on_small_devices_aborts_and_says_why(tmp_path: Path) -> None:
@@ -113,6 +118,40 @@ def test_clients_0_takes_who_is_there(tmp_path: Path) -> None:
     with LocalGrid(4, settings.to_run_config()) as grid:
         run_experiment(grid, settings, run_dir)
     assert [c["client"] for c in clients_of(run_dir)] == [0, 1, 2, 3]
+
+
+def test_a_model_that_the_last_round_did_not_evaluate_is_evaluated_at_the_end(tmp_path: Path) -> None:
+    """The stages end before num-rounds, which alone would be evaluated."""
+    run = run_local(tmp_path, **TRIO | STAGED, num_rounds=40, evaluation__every=0)
+    rounds, final = run.rounds(), run.final()
+    assert len(rounds) < 40
+    assert {record["accuracy"] for record in rounds} == {None}
+    assert final is not None
+    assert (final["adversarial_accuracy"], run.summary()["accuracy"]) == (None, final["accuracy"])
+    few = np.load(few_digits())
+    right = piecework.load(run.path).predict(few["x_test"]).classes.numpy() == few["y_test"]
+    assert final["accuracy"] == pytest.approx(right.mean())
+    assert "at the end" in write_report(run).read_text("utf-8")
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "fedavg"}, STAGED | {"num_rounds": 40}], ids=["rounds", "stages"])
+def test_a_model_that_the_last_round_evaluated_is_not_evaluated_again(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Nor are the batch norms of a staged model measured again, whose record is a new one with the same bytes."""
+    run = run_local(tmp_path, RecordingGrid, **TRIO | settings)
+    assert run.rounds()[-1]["accuracy"] is not None
+    assert run.final() is None
+    last = [m.metadata.message_type for m in RecordingGrid.last.sent if m.metadata.group_id == str(len(run.rounds()))]
+    assert len(last) == len({*last}) * 3
+
+
+def test_statistics_of_a_stage_that_has_ended_are_not_kept(tmp_path: Path) -> None:
+    """Resumed, the next stage would take them for its own model's, of which they lack a block."""
+    stages = {"profl__shrinking": False, "profl__stage_rounds": 2, "num_rounds": 4}
+    run = run_local(tmp_path, **TRIO | STAGED | stages)
+    assert [record["stage"] for record in run.rounds()] == ["growing, step 1"] * 2 + ["growing, step 2"] * 2
+    kept = [any(name.startswith("served/") for name in read_checkpoint(path).kept) for path in run.checkpoint_paths()]
+    assert [path.name for path in run.checkpoint_paths()] == ["round-00001", "round-00003", "round-00004"]
+    assert kept == [True, True, False]
 
 
 class DeadAtOnce:

@@ -93,7 +93,7 @@ class SLTServing(Serving):
 
 
 def _taken(array: Array, where: Indices) -> Array:
-    """Return the entries at these indices; an array of which all are taken stays the same object."""
+    """Return the entries at these indices; an array of which all are taken is not copied."""
     whole = all(len(places) == size for places, size in zip(where, array.shape, strict=True))
     return array if whole else Array(take(array.numpy(), where))
 

@@ -128,7 +128,9 @@ class PriSM(HeteroFL):
 
     def __init__(self, cut: PriSMCut) -> None:
         super().__init__(cut)
-        self._kernels: dict[str, tuple[Array, np.ndarray, Array, Array]] = {}  # by weight name: weight, sigma, v', u'
+        self._kernels: dict[
+            str, tuple[bytes, np.ndarray, Array, Array]
+        ] = {}  # by weight name: its bytes, sigma, v', u'
         self._sigma: dict[str, np.ndarray] = {}  # of the model that the round trains, by weight name
 
     @cached_property
@@ -198,9 +200,9 @@ class PriSM(HeteroFL):
         """Return sigma, v' and u' of a layer of the model, which is decomposed again if it changed."""
         weight = arrays[layer.weight]
         known = self._kernels.get(layer.weight)
-        if known is None or known[0] is not weight:
+        if known is None or known[0] is not weight.data:
             sigma, v, u = decompose(weight.numpy())
-            known = self._kernels[layer.weight] = weight, sigma, Array(v), Array(u)
+            known = self._kernels[layer.weight] = weight.data, sigma, Array(v), Array(u)
         return known[1:]
 
     def factor(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -260,13 +262,11 @@ class PriSM(HeteroFL):
         return self.compose(new, list(current.arrays))
 
     def compose(self, whole: ArrayRecord, names: Sequence[str]) -> ArrayRecord:
-        """Return the arrays of these names, composed of kernels. Weights whose kernels did not change stay the same objects."""
+        """Return the arrays of these names, composed of kernels."""
         found = dict(whole.items())
         for layer in self.factors:
-            weight, _, v, u = self._kernels[layer.weight]
-            new_v, new_u = found.pop(layer.v), found.pop(layer.u)
-            changed = new_v is not v or new_u is not u
-            found[layer.weight] = Array(compose(new_v.numpy(), new_u.numpy())) if changed else weight
+            v, u = found.pop(layer.v), found.pop(layer.u)
+            found[layer.weight] = Array(compose(v.numpy(), u.numpy()))
             if layer.bias:
                 found[layer.bias[1]] = found.pop(layer.bias[0])
         return ArrayRecord({name: found[name] for name in names})
