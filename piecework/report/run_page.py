@@ -131,7 +131,8 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
     if not rounds:
         return []
     final, robust = read_final(run_dir), is_adversarial(rounds)
-    found = [final_section(final, settings, run_dir.path / MODEL)] if final else []
+    found = [final_section(final, settings, run_dir.path / MODEL)] if final and display.under_attack(final) else []
+    first = len(found)
     if robust:
         found += robust_curves(rounds, settings)
     else:
@@ -144,7 +145,7 @@ def sections(run_dir: RunDir, settings: Record, rounds: Sequence[Record]) -> lis
     if any(r["accuracy_by_device"] for r in rounds) or not robust:  # adversarial training validates after averaging
         found.append(device_section(rounds))
     if picture := who_trained(rounds):
-        found.insert(1 if final else 0, picture)
+        found.insert(first, picture)
     if parts := trained_parts(rounds):
         found.append(trained_section(parts, read_coverage(run_dir)))
     found += [memory_section(rounds), bytes_section(rounds), *disk_section(rounds), failure_section(rounds)]

@@ -131,7 +131,9 @@ def test_a_model_that_the_last_round_did_not_evaluate_is_evaluated_at_the_end(tm
     few = np.load(few_digits())
     right = piecework.load(run.path).predict(few["x_test"]).classes.numpy() == few["y_test"]
     assert final["accuracy"] == pytest.approx(right.mean())
-    assert "at the end" in write_report(run).read_text("utf-8")
+    page = write_report(run).read_text("utf-8")
+    assert f"trained model {final['accuracy']:.2%}" in page
+    assert "under attack" not in page
 
 
 @pytest.mark.parametrize("settings", [{"strategy": "fedavg"}, STAGED | {"num_rounds": 40}], ids=["rounds", "stages"])
