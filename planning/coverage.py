@@ -39,13 +39,18 @@ def richest(states: Iterable[DeviceState]) -> DeviceState:
     return max(states, key=lambda state: state.budget_bytes)
 
 
+def slowest_of(states: Iterable[DeviceState]) -> float:
+    """Return the smallest FLOP/s of these states, which bounds what a faster device may be given; 1 without any."""
+    return min((state.flops_per_second for state in states), default=1.0)
+
+
 def coverage(planner: Planner, trainers: Mapping[int, Trainer]) -> list[Row]:
     """Return for each part the device classes and the number of clients that can train it in any stage.
 
     `fraction` is these clients' fraction of all examples. `channels` is the largest fraction of a layer's channels that
     any of them trains in any round.
     """
-    slowest = min((each.state.flops_per_second for each in trainers.values()), default=1.0)
+    slowest = slowest_of(each.state for each in trainers.values())
     able = {state: abilities(planner, state, slowest) for state in {each.state for each in trainers.values()}}
     total, rows = sum(each.examples for each in trainers.values()), []
     for unit, name in part_names(planner.cut.blueprint).items():
@@ -165,7 +170,8 @@ def of_micro_batches(planner: Planner, trainers: Mapping[int, Trainer]) -> Findi
     if not planner.cut.settings.memory.ways or not mixes_examples(planner.cut.blueprint):
         return Finding()
     states = {each.state for each in trainers.values()}
-    if not any(part.micro_batch for state in states for part in trainable(planner, 0, state, 1.0)):
+    slowest = slowest_of(states)
+    if not any(part.micro_batch for state in states for part in trainable(planner, 0, state, slowest)):
         return Finding()
     return Finding(
         "note",
@@ -177,7 +183,7 @@ def of_micro_batches(planner: Planner, trainers: Mapping[int, Trainer]) -> Findi
 def any_can_train(planner: Planner, trainers: Mapping[int, Trainer]) -> bool:
     """Return whether any client can train anything, even if that is no part of the run's own model."""
     states = {each.state for each in trainers.values()}
-    slowest = min((state.flops_per_second for state in states), default=1.0)
+    slowest = slowest_of(states)
     return any(
         trainable(planner, stage, state, slowest) for state in states for stage in range(planner.cut.stage_count)
     )

@@ -185,5 +185,6 @@ def _seconds(server: MethodServer, client: int, task: Any) -> float:
     cost_model = cut.cost_model if task.adversarial else cut.cost_model.unattacked
     _, seen = local_work(server.settings, server.registry.members[client].examples)
     # norms are measured in the served model, which a method may not train, in a forward pass that takes little time
-    parts = [cut.part(item) for item in task.costs if not item.measured]
+    listed = [item for item in assigned.assignment.items if task.needed_bytes(item) is not None and not item.measured]
+    parts = [cut.part(task.fit_item(item, assigned.device.allowed_bytes)) for item in listed]
     return work_flops(cost_model, parts, [seen] * len(parts)) / assigned.device.flops_per_second

@@ -24,6 +24,7 @@ from piecework.planning.coverage import (
     coverage_sentence,
     in_model,
     judge_coverage,
+    slowest_of,
     trained_rows,
 )
 from piecework.plans.plan import planner_for, trainers
@@ -321,3 +322,8 @@ def test_what_was_never_trained_is_in_the_table_and_the_page(tmp_path: Path, cap
     assert "<strong>Never trained in this run: conv2.</strong>" in page
     assert f"<strong>At the start: {NOBODY} (faults.allow-untrained = true).</strong>" in page
     assert "<td>conv2</td><td>0</td><td>0%</td><td>never trained</td>" in page
+
+
+def test_the_slowest_device_bounds_the_others() -> None:
+    states = [DeviceState(f"{flops}", 1, flops, 1.0, 1.0) for flops in (3e9, 2e9, 5e9)]
+    assert (slowest_of(states), slowest_of([])) == (2e9, 1.0)

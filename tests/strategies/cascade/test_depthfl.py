@@ -1,6 +1,7 @@
 """DepthFL: its loss and FedDyn's terms by hand, exits of all models, runs of clients of different depth."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from piecework.models.zoo import MODELS, build_blueprint
 from piecework.planning.costs import cost_model_for
 from piecework.plans.plan import make_plan
 from piecework.plans.question import PlanQuestion, ask
+from piecework.server_app.local_grid import LocalGrid
 from piecework.strategies.cascade.depthfl.client import (
     add_dynamic_terms,
     distillation_weight,
@@ -240,3 +242,21 @@ def test_participation_in_the_presets(model: str, shares: tuple[float, float]) -
         settings = Settings.from_run_config(preset | {"strategy": strategy})
         found.append(make_plan(settings, question)["fleet"]["participation"])
     assert tuple(found) == shares
+
+
+def test_the_time_of_a_task_is_that_of_the_work_it_begins_with(tmp_path: Path) -> None:
+    """A task also lists smaller depths, for a device with less memory than it has said: these are alternatives."""
+    expected: list[dict[int, float]] = []
+
+    class Expecting(LocalGrid):
+        in_flight = 0
+
+        def expect(self, seconds: Mapping[int, float]) -> None:
+            expected.append(dict(seconds))
+
+    run = run_local(tmp_path, Expecting, **SMALL | {"num_rounds": 1})
+    training, *_ = [each for each in expected if any(each.values())]
+    flops = [client["flops"] for client in clients_of(run)]
+    assert flops[0] > flops[1] > flops[2]
+    seconds = [training[node] for node in sorted(training)]
+    assert [each / seconds[0] for each in seconds] == pytest.approx([each / flops[0] for each in flops])
