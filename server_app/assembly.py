@@ -12,6 +12,7 @@ from piecework.federation.transport import Transport
 from piecework.server_app.deadlines import TRAIN, Deadlines
 from piecework.server_app.round_record import training_seconds
 from piecework.strategies.server import MethodServer
+from piecework.training.messages import content_bytes
 
 
 class Assembly:
@@ -63,7 +64,8 @@ class Assembly:
                     self.deadlines.came_late(client, sent, reply, seconds)
                     if sent.kind == TRAIN:
                         self.server.late.receive(self.server.round, sent.server_round, client, reply)
-                late.append({"client": client, "round": sent.server_round, "status": status})
+                size = content_bytes(reply.content) if reply.has_content() else 0
+                late.append({"client": client, "round": sent.server_round, "status": status, "bytes": size})
             self.registry.update(self.grid)
             while len(self._idle()) < few and (more := self.stragglers.until_next()):
                 waited += more

@@ -59,8 +59,8 @@ class RoundRecord:
     unusable_nodes: list[dict[str, int | str]]  # nodes whose answer to the query was unusable, and why
     warning: str  # if the settings ask for more clients than there are; else empty
     excluded: list[dict[str, int]]  # clients excluded because their processes died, and how often in a row
-    bytes_down: int  # of training messages, to clients
-    bytes_up: int  # of their replies, and of new nodes' answers to the query of their device
+    bytes_down: int  # of training messages, to clients, and of queries of new nodes' devices
+    bytes_up: int  # of the replies to both, and of late ones that arrived before this round
     bytes_evaluation: int  # of evaluation messages and of measuring batch norms, both ways
     bytes_query: int  # of pre-round queries, both ways
     disk: (
@@ -137,6 +137,10 @@ def record_of(
 ) -> RoundRecord:
     """Return the record of the round that a strategy has just finished. `seconds` is the duration of the round."""
     registry, reports = server.registry, list(server.round.reports.values())
+    query_down, query_up = registry.take_query_bytes()
+    late_bytes = sum(
+        each.get("bytes", 0) for each in opening.late_replies
+    )  # of emulated clients, their own round has them
     return RoundRecord(
         round=server_round,
         stage=server.method.progress.stage,
@@ -160,8 +164,8 @@ def record_of(
         unusable_nodes=registry.unusable(),
         warning=too_many_asked(server.settings, registry.clients),
         excluded=[{"client": c, "crashes": n} for c, n in sorted(server.round.excluded.items())],
-        bytes_down=sum(report.bytes_down for report in reports),
-        bytes_up=sum(report.bytes_up for report in reports) + registry.take_query_bytes(),
+        bytes_down=sum(report.bytes_down for report in reports) + query_down,
+        bytes_up=sum(report.bytes_up for report in reports) + query_up + late_bytes,
         bytes_evaluation=evaluation.message_bytes,
         bytes_query=opening.query_bytes,
         disk=disk_use([vars(report) for report in reports]),

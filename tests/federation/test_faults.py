@@ -360,6 +360,6 @@ def test_a_late_crash_counts_as_one(tmp_path: Path, grids: Any) -> None:
     run = run_local(tmp_path, grid, strategy="fedavg", num_rounds=4, messages__round_timeout=3.0, **TRIO)
     assert statuses(run, 1) == {0: "ok", 1: "timeout", 2: "ok"}
     assert run.rounds()[1]["busy"] == [1]
-    assert run.rounds()[2]["late_replies"] == [{"client": 1, "round": 1, "status": "crashed"}]
+    assert run.rounds()[2]["late_replies"] == [{"client": 1, "round": 1, "status": "crashed", "bytes": 0}]
     assert statuses(run, 3) == {0: "ok", 1: "crashed", 2: "ok"}
     assert run.rounds()[3]["excluded"] == [{"client": 1, "crashes": 2}]

@@ -13,6 +13,7 @@ from helpers import TRIO, RecordingGrid, clients_of, run_local, training
 from piecework.federation import registry, transport
 from piecework.server_app import rounds
 from piecework.server_app.ordered_grid import FIRST_NODE
+from piecework.training.messages import content_bytes
 
 
 def test_what_brings_too_much_is_rejected_whatever_it_answers(tmp_path: Path) -> None:
@@ -89,4 +90,8 @@ def test_after_a_timeout_the_next_round_goes_on(tmp_path: Path, monkeypatch: pyt
     run = run_local(tmp_path, Slow, strategy="fedavg", num_rounds=2, **TRIO)
     assert [c["status"] for c in clients_of(run, 1)] == ["ok", "timeout", "timeout"]
     assert [c["status"] for c in clients_of(run, 2)] == ["ok"] * 3
-    assert run.rounds()[1]["late_replies"] == [{"client": c, "round": 1, "status": "ok"} for c in (1, 2)]
+    second = run.rounds()[1]
+    sizes = [content_bytes(m.content) for m in training(RecordingGrid.last.received)]
+    late = [{"client": c, "round": 1, "status": "ok", "bytes": sizes[c]} for c in (1, 2)]
+    assert second["late_replies"] == late
+    assert second["bytes_up"] == sum(sizes[1:])
