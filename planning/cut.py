@@ -34,9 +34,7 @@ class Stage:
     name: str
     parts: tuple[Part, ...]
     key: Any = 0  # by which the method knows the stage
-    place: int = (
-        1  # of its first round in the schedule of learning rates, if stages are equally long and none ends early
-    )
+    place: int = 1  # of its first round in the schedule of learning rates, if no stage ends early
 
 
 @dataclass(frozen=True)

@@ -195,12 +195,13 @@ def test_the_memory_of_a_module_includes_its_auxiliary_head() -> None:
         ({"num_rounds": 70, "fedprophet__lr_restart": False}, [1, 11, 21, 31, 41, 51, 61]),
         ({"fedprophet__stage_rounds": 5, "fedprophet__lr_restart": False}, [1, 6, 11, 16, 21, 26, 31]),
         ({"strategy": "profl", "profl__stage_rounds": 4, "profl__shrinking": False}, [1, 5, 9, 13]),
-        ({"strategy": "profl", "profl__stage_rounds": 4, "profl__distil_rounds": 2}, [19, 23, 27, 31]),
-        ({"strategy": "profl", "num_rounds": 34, "profl__distil_rounds": 2}, [19, 23, 27, 31]),
+        ({"strategy": "profl", "profl__stage_rounds": 4, "profl__distil_rounds": 2}, [20, 24, 28, 32]),
+        ({"strategy": "profl", "num_rounds": 34, "profl__distil_rounds": 2}, [20, 24, 28, 32]),
+        ({"strategy": "profl", "num_rounds": 5, "profl__distil_rounds": 2}, [11, 12, 13, 14]),
     ],
 )
 def test_the_places_of_stages_in_the_schedule_of_rates(changes: dict[str, Any], places: list[int]) -> None:
-    """FedProphet's VGG-16 has seven modules. ProFL has four blocks: three steps and maps of shrinking come first."""
+    """FedProphet's VGG-16 has seven modules; ProFL has four blocks, with statistics, three steps and maps of shrinking first."""
     settings = settings_with(
         **{"strategy": "fedprophet", "memory__model": "fedprophet", "training__batch_size": 64} | changes
     )

@@ -106,7 +106,7 @@ class FedProphetCut(Cut):
             self.allowed,
             atom_names(self.blueprint),
         )
-        rounds = self.table.stage_rounds or self.settings.num_rounds // len(modules)
+        rounds = self.rounds_of_stages(len(modules))
         return [
             Stage(
                 f"module {m + 1}",
@@ -116,6 +116,10 @@ class FedProphetCut(Cut):
             )
             for m, module in enumerate(modules)
         ]
+
+    def rounds_of_stages(self, modules: int) -> int:
+        """Return the most rounds of each module, if the model has so many modules."""
+        return self.table.stage_rounds or max(1, self.settings.num_rounds // modules)
 
     def choose_atoms(self, stage: int, state: DeviceState, slowest: float) -> Piece:
         """Return the atoms of w_m .. w_M: always those of w_m, and those of later modules that Eqs. 14 and 15 allow."""

@@ -125,7 +125,7 @@ class FedProphet(QueryingMethod):
         self.cut = self.cut.with_smallest(state.r_min)
         self._check_modules(fleet)
         if not state.stage_rounds:
-            state.stage_rounds = self.table.stage_rounds or max(1, settings.num_rounds // len(self.cut.stages))
+            state.stage_rounds = self.cut.rounds_of_stages(len(self.cut.stages))
         self.cut.require_adversarial_rounds(state.stage_rounds)
 
     def _check_modules(self, fleet: ClientResources) -> None:

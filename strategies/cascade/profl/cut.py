@@ -9,6 +9,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, Self
 
 from piecework.device_profiles.profile import allowance
@@ -21,7 +23,8 @@ from piecework.models.basic_layers import (
     student_atoms,
     without_bare_blocks,
 )
-from piecework.models.cascade import Blueprint
+from piecework.models.cascade import Blueprint, has_statistics, unit_of
+from piecework.models.init_weights import read_pretrained
 from piecework.models.partition import AtomTooLargeError, Piece
 from piecework.models.variant import Variant
 from piecework.models.work_item import WorkItem
@@ -29,7 +32,7 @@ from piecework.planning.costs import CostModel
 from piecework.planning.cut import Cut, Stage, label
 from piecework.planning.part import OUTPUT_LAYER_NAME, Part
 from piecework.strategies.cascade.profl.client import OUTPUT_LAYER, distillation, learners
-from piecework.strategies.cascade.profl.phases import Phase
+from piecework.strategies.cascade.profl.phases import Phase, allot_rounds, least_rounds, phases_of
 from piecework.strategies.cascade.profl.settings import ProFLSettings
 from piecework.training.settings import Settings
 
@@ -198,14 +201,30 @@ class ProFLCut(Cut):
         return label(Part(self.blueprint, block)) + (" + output module" if block != piece else "")
 
     @cached_property
+    def phases(self) -> list[Phase]:
+        """The phases of a run, in order."""
+        maps = basic_atoms(self.model) if self.table.distil_rounds else ()
+        random = [f"atoms.{atom}" for block in self.blocks[:-1] for atom in block]
+        known = self._brought() if self.settings.training.init_weights else set()
+        unknown = any(has_statistics(self.model, unit) for unit in random if unit not in known)
+        return phases_of(len(self.blocks), shrinking=self.table.shrinking, maps=maps, statistics=unknown)
+
+    def _brought(self) -> set[str]:
+        """Return the units whose batch-norm statistics come from `training.init-weights`."""
+        taken, _ = read_pretrained(Path(self.settings.training.init_weights), self.model)
+        return {unit_of(name) for name in taken if name.endswith("running_mean")}
+
+    def rounds(self, num_rounds: int) -> list[int]:
+        """Return the most rounds of each phase in a run of so many. Raises ValueError if they are too few for all phases."""
+        return allot_rounds(self.phases, self.table, num_rounds, self.parameters_of)
+
+    @cached_property
     def stages(self) -> list[Stage]:
-        """The steps 1 .. T of growing."""
-        settings, count, found = self.settings, len(self.blocks), []
-        before = count - 1 if self.table.shrinking else 0  # steps of shrinking, as long as those of growing
-        maps = self.table.distil_rounds * before
-        rounds = self.table.stage_rounds or (settings.num_rounds - maps) // (before + count)
-        for t in range(1, count + 1):
-            part = self._fit_part(self.item(self.step(t)), self.allowed)
-            place = 1 + maps + (before + t - 1) * rounds
-            found.append(Stage(f"step {t}", (part,), Phase("growing", t), place))
-        return found
+        """The steps 1 .. T of growing. With fewer rounds than a run needs, they are those of the shortest run."""
+        rounds = max(self.settings.num_rounds, least_rounds(self.phases, self.table))
+        firsts = accumulate(self.rounds(rounds), initial=1)  # the first round of each phase
+        growing = [(phase, first) for phase, first in zip(self.phases, firsts, strict=False) if phase.kind == "growing"]
+        return [
+            Stage(f"step {phase.t}", (self._fit_part(self.item(self.step(phase.t)), self.allowed),), phase, first)
+            for phase, first in growing
+        ]

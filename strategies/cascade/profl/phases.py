@@ -37,6 +37,11 @@ def phases_of(count: int, *, shrinking: bool, maps: Collection[int], statistics:
     return phases + [Phase("growing", t) for t in range(1, count + 1)]
 
 
+def least_rounds(phases: Sequence[Phase], own: ProFLSettings) -> int:
+    """Return the rounds of the shortest run, with one for each step."""
+    return sum(own.distil_rounds if phase.kind == "map" else 1 for phase in phases)
+
+
 def allot_rounds(
     phases: Sequence[Phase], own: ProFLSettings, num_rounds: int, parameters: Callable[[int], int]
 ) -> list[int]:
@@ -50,7 +55,7 @@ def allot_rounds(
     elif left < len(steps):
         raise ValueError(
             f"num-rounds = {num_rounds} is too few: {len(steps)} steps, and {maps} maps of profl.distil-rounds = "
-            f"{own.distil_rounds}, need {num_rounds - left + len(steps)}"
+            f"{own.distil_rounds}, need {least_rounds(phases, own)}"
             + (", one of them for statistics" if statistics else "")
         )
     else:

@@ -42,7 +42,6 @@ ParamAware), steps get rounds in proportion to their blocks' parameters.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,9 +49,8 @@ from flwr.app import Array, ArrayRecord
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.federation.aggregation import CheckedUpdate
-from piecework.models.basic_layers import basic_atoms, cascade_at
-from piecework.models.cascade import has_statistics, parameter_names, unit_of
-from piecework.models.init_weights import read_pretrained
+from piecework.models.basic_layers import cascade_at
+from piecework.models.cascade import parameter_names, unit_of
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
 from piecework.planning.assignment import Assignment, Context, OfUnits
@@ -67,7 +65,7 @@ from piecework.strategies.cascade.profl.freezing import (
     threshold,
     times_below,
 )
-from piecework.strategies.cascade.profl.phases import Phase, allot_rounds, phases_of
+from piecework.strategies.cascade.profl.phases import Phase
 from piecework.strategies.cascade.profl.settings import ProFLSettings
 from piecework.strategies.method import Round, StagedMethod, streamed_evaluation
 from piecework.strategies.resources import ClientResources
@@ -131,19 +129,14 @@ class ProFL(StagedMethod):
             fitted = self.cut.fit(int(min(budgets)), int(max(budgets)))
             state.blocks = [list(block) for block in fitted.blocks]
         self.cut = self.cut.divide([tuple(block) for block in state.blocks])
-        self.phases, self._costs = self._phases(), {}
+        self.phases, self._costs = self.cut.phases, {}
         if not state.maximum:
-            state.maximum = allot_rounds(self.phases, self.table, self.settings.num_rounds, self.cut.parameters_of)
+            state.maximum = self.cut.rounds(self.settings.num_rounds)
         if len(state.maximum) != len(self.phases):
             raise ValueError(
                 f"the run to resume has {len(state.maximum)} phases, this version plans {len(self.phases)} for these settings: "
                 "finish it with the version that started it, or start a new run"
             )
-
-    def _brought(self) -> set[str]:
-        """Return the units whose batch-norm statistics come from `training.init-weights`."""
-        taken, _ = read_pretrained(Path(self.settings.training.init_weights), self.cut.model)
-        return {unit_of(name) for name in taken if name.endswith("running_mean")}
 
     def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
         """Add a client's update; while statistics are measured, add nothing else. Raises UpdateRejectedError."""
@@ -151,14 +144,6 @@ class ProFL(StagedMethod):
             measured = {name: array for name, array in update.arrays.items() if name.endswith(MEASURED)}
             update = replace(update, arrays=measured)
         super().combine(current, client, update)
-
-    def _phases(self) -> list[Phase]:
-        settings = self.settings
-        maps = basic_atoms(self.cut.model) if self.table.distil_rounds else ()
-        random = [f"atoms.{atom}" for block in self.cut.blocks[:-1] for atom in block]
-        known = self._brought() if settings.training.init_weights else set()
-        unknown = any(has_statistics(self.cut.model, unit) for unit in random if unit not in known)
-        return phases_of(len(self.cut.blocks), shrinking=self.table.shrinking, maps=maps, statistics=unknown)
 
     @property
     def phase(self) -> Phase:
