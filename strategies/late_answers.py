@@ -5,7 +5,8 @@ round r, enters the model of that round, if its age a = r - q is at most n:
 
   x_(r+1) = [sum_k n_k x_k + sum_j n_j s(a_j) (x_r + D_j)] / [sum_k n_k + sum_j n_j s(a_j)],   s(a) = (1 + a)^(-1/2)
 
-Here k are the clients that answered in time, j the late ones, n their numbers of examples, and D_j what client j changed of the
+Here k are the clients that answered in time, j the late ones, n the weights that the method gives them, which are their numbers
+of examples unless it says otherwise, and D_j what client j changed of the
 model that it was sent. The mean is over the clients that trained an array, for each array by itself. The weight s is that of
 FedBuff (John Nguyen, Kshitiz Malik, Hongyuan Zhan, Ashkan Yousefpour, Mike Rabbat, Mani Malek, Dzmitry Huba, "Federated
 Learning with Buffered Asynchronous Aggregation", AISTATS 2022, https://arxiv.org/abs/2106.06639) and the polynomial one of
@@ -48,6 +49,7 @@ class Held:
     trained: list[str]
     norms: Norms
     arrived: bool
+    weight: int  # before the discount
 
 
 class Awaited(NamedTuple):
@@ -98,7 +100,8 @@ class LateAnswers:
         key, (client, device) = (server_round, report.client), (report.client, report.device)
         self.changes[key] = {n: measure_change(n, array, model[n].numpy()) for n, array in update.arrays.items()}
         trained, norms = list(report.trained), dict(update.norms)
-        self.held[key] = Held(client, server_round, device, update.examples, trained, norms, arrived)
+        weight = self.gate.method.weight(update)
+        self.held[key] = Held(client, server_round, device, update.examples, trained, norms, arrived, weight)
 
     def arrive(self, server_round: int, client: int) -> None:
         """Take note that the answer of an emulated client has arrived."""
@@ -135,7 +138,7 @@ class LateAnswers:
             except UpdateRejectedError as error:
                 self._drop(held.client, held.round, f"rejected: {error}")
                 continue
-            weight = held.examples * discount(age)
+            weight = held.weight * discount(age)
             current.mean.add({name: add_change(name, c, model[name].numpy()) for name, c in changes.items()}, weight)
             told = {key: value for key, value in asdict(held).items() if key not in ("norms", "arrived")}
             self.used.append(told | {"age": age, "weight": weight})
@@ -165,7 +168,9 @@ class LateAnswers:
 
     def restore(self, values: list[dict[str, Any]], kept: ArrayRecord) -> ArrayRecord:
         """Take over what `to_values` and `to_arrays` returned. Returns the other arrays of the checkpoint."""
-        for held in (Held(**each) for each in values):
+        for held in (
+            Held(**{"weight": each["examples"]} | each) for each in values
+        ):  # those of older versions have none
             self.held[held.round, held.client] = held
         for name in [name for name in kept if name.startswith(KEPT)]:
             server_round, client, own = name.removeprefix(KEPT).split("/", 2)

@@ -178,9 +178,13 @@ class Method:
         """Read the method's own metrics of a client that did its task. Raises UpdateRejectedError if they are invalid."""
         return Reading()
 
+    def weight(self, update: CheckedUpdate) -> int:
+        """Return the weight of an update in the mean: its number of examples."""
+        return update.examples
+
     def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
-        """Add a client's update to the round, weighted by its number of examples. Raises UpdateRejectedError."""
-        current.mean.add(update.arrays, update.examples)
+        """Add a client's update to the round, with its weight. Raises UpdateRejectedError."""
+        current.mean.add(update.arrays, self.weight(update))
 
     def finish(self, current: Round) -> ArrayRecord:
         """Return the new model. Arrays that no client trained are not copied."""

@@ -17,12 +17,10 @@ from piecework.federation.aggregation import (
     Norms,
     UpdateRejectedError,
     add_norm_limits,
-    check_update,
     first_limit,
     norm_limits,
     note_norms,
     require_within,
-    spec_of,
 )
 from piecework.federation.dispatcher import Dispatcher
 from piecework.federation.pace import before_deadlines, deadline_message
@@ -146,8 +144,7 @@ class UpdateGate:
         limits, maximum = self.limits(model)
 
         def check(_: ClientReport, answer: Answer) -> CheckedUpdate:
-            examples = answer.metrics.get("num-examples")
-            return check_update(answer.arrays, examples, model, spec_of(model), limits, maximum)
+            return self.method.check(Received(answer.arrays, answer.metrics, asked.assignment, model, limits, maximum))
 
         if (answer := report.take(reply)) is None:
             return None

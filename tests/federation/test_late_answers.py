@@ -57,7 +57,13 @@ def test_statistics_and_counts_are_no_steps() -> None:
         assert add_change(name, measure_change(name, trained, sent), present) == value
 
 
-def by_hand(run: RunDir, grid: RecordingGrid, server_round: int, before: dict[str, Any]) -> dict[str, np.ndarray]:
+def by_hand(
+    run: RunDir,
+    grid: RecordingGrid,
+    server_round: int,
+    before: dict[str, Any],
+    weight: Callable[[Message], int] = examples_of,
+) -> dict[str, np.ndarray]:
     """The model that a round has to make of what was sent and received, in float64; statistics are no steps."""
     before = {n: a for n, a in before.items() if not n.endswith("num_batches_tracked")}
     sent = {(int(m.metadata.group_id), m.metadata.dst_node_id - FIRST_NODE): m for m in training(grid.sent)}
@@ -68,19 +74,33 @@ def by_hand(run: RunDir, grid: RecordingGrid, server_round: int, before: dict[st
     total: dict[str, np.ndarray] = {n: np.zeros(a.shape) for n, a in before.items()}
     weights = 0.0
     for reply in in_time:
-        weights += examples_of(reply)
-        total = {n: t + examples_of(reply) * arrays_of(reply)[n].astype(np.float64) for n, t in total.items()}
+        weights += weight(reply)
+        total = {n: t + weight(reply) * arrays_of(reply)[n].astype(np.float64) for n, t in total.items()}
     for late in record["late_used"]:
         reply, task = (each[late["round"], late["client"]] for each in (found, sent))
         age = server_round - late["round"]
-        weight = examples_of(reply) / (1 + age) ** 0.5
-        assert (late["age"], late["weight"]) == (age, pytest.approx(weight))
-        weights += weight
+        discounted = weight(reply) / (1 + age) ** 0.5
+        assert (late["age"], late["weight"]) == (age, pytest.approx(discounted))
+        weights += discounted
         started, ended = arrays_of(task), arrays_of(reply)
         for name in total:
             own = 0.0 if name.endswith(("running_mean", "running_var")) else 1.0
-            total[name] += weight * (ended[name].astype(np.float64) + own * (before[name] - started[name]))
+            total[name] += discounted * (ended[name].astype(np.float64) + own * (before[name] - started[name]))
     return {n: t / weights for n, t in total.items()}
+
+
+def test_a_late_answer_has_the_weight_that_the_method_gives_it(tmp_path: Path, grids: Any) -> None:
+    """With equal weights, all but for its age: not its number of examples, beside which those in time would count nothing."""
+    grid = grids(RecordingGrid)
+    run = run_local(tmp_path, grid, **LATE | {"fedavg__client_weights": "equal"})
+    late = [each for record in run.rounds() for each in record["late_used"]]
+    assert [each["weight"] for each in late] == [pytest.approx((1 + each["age"]) ** -0.5) for each in late]
+    assert min(each["examples"] for each in late) > 1
+    number, *_ = [record["round"] for record in run.rounds() if record["late_used"]]
+    sent = [next(m for m in training(grid.last.sent) if m.metadata.group_id == str(n)) for n in (number, number + 1)]
+    before, after = map(arrays_of, sent)
+    expected = by_hand(run, grid.last, number, before, weight=lambda _: 1)
+    assert all(np.allclose(after[n], array, rtol=0, atol=1e-6) for n, array in expected.items())
 
 
 @pytest.mark.slow

@@ -201,7 +201,7 @@ def test_the_memory_of_a_module_includes_its_auxiliary_head() -> None:
     ],
 )
 def test_the_places_of_stages_in_the_schedule_of_rates(changes: dict[str, Any], places: list[int]) -> None:
-    """FedProphet's VGG-16 has seven modules; ProFL has four blocks, with statistics, three steps and maps of shrinking first."""
+    """FedProphet's VGG-16 has seven modules; ProFL has four blocks, and first statistics, three steps and maps of shrinking."""
     settings = settings_with(
         **{"strategy": "fedprophet", "memory__model": "fedprophet", "training__batch_size": 64} | changes
     )

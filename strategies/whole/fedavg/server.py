@@ -8,11 +8,9 @@ compute its batches in micro-batches, recompute segments of the model, or page t
 With `fedavg.client-weights = equal` the server takes the plain mean.
 """
 
-from dataclasses import replace
-
 from piecework.federation.aggregation import CheckedUpdate
 from piecework.planning.assignment import Assignment, Context
-from piecework.strategies.method import Method, Round
+from piecework.strategies.method import Method
 from piecework.strategies.whole.fedavg.settings import FedAvgSettings
 from piecework.training.methods import METHODS
 
@@ -27,7 +25,6 @@ class FedAvg(Method):
         """Return the whole model."""
         return self.work(self.cut.whole)
 
-    def combine(self, current: Round, client: int, update: CheckedUpdate) -> None:
-        """Add a client's update to the round, weighted by its number of examples, or like every other."""
-        equal = self.settings.of(FedAvgSettings).client_weights == "equal"
-        super().combine(current, client, replace(update, examples=1) if equal else update)
+    def weight(self, update: CheckedUpdate) -> int:
+        """Return the weight of an update in the mean: its number of examples, or that of every other."""
+        return 1 if self.settings.of(FedAvgSettings).client_weights == "equal" else update.examples
