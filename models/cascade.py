@@ -23,8 +23,7 @@ from piecework.models.frozen_norm import FrozenBatchNorm2d
 from piecework.models.narrow_convolution import leave_out_unread
 
 Shape = tuple[int, ...]
-# Of an auxiliary head with the pooling `auto`: a linear classifier on fewer features is too weak.
-AUXILIARY_INPUTS = 256
+AUXILIARY_INPUTS = 256  # of a head with the pooling `auto`: a linear classifier on fewer features is too weak
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class Blueprint:
         if kind == "atoms":
             return self.atoms[int(index)].build()
         if kind == "exits":
-            # of two classes, the model's head may have one logit, and m-FeDepth's heads teach each other
-            logits = num_logits(self) if self.num_classes == 2 else self.num_classes
+            logits = num_logits(self) if self.num_classes == 2 else self.num_classes  # of two, the head may have one
             return ExitHead(self.atoms[int(index)].shape, logits, self.batch_norm)
         if kind == "aux":
             return auxiliary_head(self.atoms[int(index)].shape, self.num_classes, self.auxiliary_pool)

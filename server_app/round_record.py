@@ -137,10 +137,6 @@ def record_of(
 ) -> RoundRecord:
     """Return the record of the round that a strategy has just finished. `seconds` is the duration of the round."""
     registry, reports = server.registry, list(server.round.reports.values())
-    query_down, query_up = registry.take_query_bytes()
-    late_bytes = sum(
-        each.get("bytes", 0) for each in opening.late_replies
-    )  # of emulated clients, their own round has them
     return RoundRecord(
         round=server_round,
         stage=server.method.progress.stage,
@@ -164,8 +160,7 @@ def record_of(
         unusable_nodes=registry.unusable(),
         warning=too_many_asked(server.settings, registry.clients),
         excluded=[{"client": c, "crashes": n} for c, n in sorted(server.round.excluded.items())],
-        bytes_down=sum(report.bytes_down for report in reports) + query_down,
-        bytes_up=sum(report.bytes_up for report in reports) + query_up + late_bytes,
+        **bytes_of(server, opening),
         bytes_evaluation=evaluation.message_bytes,
         bytes_query=opening.query_bytes,
         disk=disk_use([vars(report) for report in reports]),
@@ -179,6 +174,17 @@ def record_of(
         simulated_seconds=opening.waited + training_seconds(server),
         clients=reports,
     )
+
+
+def bytes_of(server: MethodServer, opening: Opening) -> dict[str, Any]:
+    """Return the bytes of training messages, queries of devices and late replies, of which emulated ones are in their round."""
+    down, up = server.registry.take_query_bytes()
+    up += sum(each.get("bytes", 0) for each in opening.late_replies)
+    reports = server.round.reports.values()
+    return {
+        "bytes_down": down + sum(report.bytes_down for report in reports),
+        "bytes_up": up + sum(report.bytes_up for report in reports),
+    }
 
 
 def privacy_of(server: MethodServer) -> dict[str, Any]:
