@@ -168,9 +168,9 @@ class LateAnswers:
 
     def restore(self, values: list[dict[str, Any]], kept: ArrayRecord) -> ArrayRecord:
         """Take over what `to_values` and `to_arrays` returned. Returns the other arrays of the checkpoint."""
-        for held in (
-            Held(**{"weight": each["examples"]} | each) for each in values
-        ):  # those of older versions have none
+        for each in values:
+            update = CheckedUpdate({}, each["examples"], each["norms"])
+            held = Held(**{"weight": self.gate.method.weight(update)} | each)  # those of older versions have none
             self.held[held.round, held.client] = held
         for name in [name for name in kept if name.startswith(KEPT)]:
             server_round, client, own = name.removeprefix(KEPT).split("/", 2)
