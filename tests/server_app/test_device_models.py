@@ -26,6 +26,7 @@ from piecework.strategies.cascade.depthfl.client import ExitsModel
 from piecework.strategies.width.heterofl.client import input_ratios, scale_up
 from piecework.training.examples import as_inputs
 from piecework.training.loop import PieceModel
+from piecework.training.messages import content_bytes
 from piecework.training.setup import open_dataset
 
 FULL = build_blueprint("convnet", num_classes=10, input_shape=(1, 8, 8), batch_norm="batch")
@@ -37,6 +38,7 @@ RUN: dict[str, Any] = TRIO | {
     "fleet": fleet_json(rich=1.2, some=0.6, poor=0.3),
 }
 Arrays = dict[str, np.ndarray]
+MEASURED_NOTHING = {"bytes_measuring": 0}
 
 
 def accuracy(model: PieceModel) -> float:
@@ -80,7 +82,11 @@ def test_each_ratio_is_a_net_with_its_scaler(tmp_path: Path, strategy: str, sele
     trained, expected = model_of(run), {}
     for name, ratio in (("all channels", 1), ("0.5 of the channels", 0.5), ("0.25 of the channels", 0.25)):
         small, arrays = narrow(trained, ratio, select)
-        expected[name] = {"accuracy": accuracy(with_scaler(filled(small, arrays), small)), "clients": 1}
+        expected[name] = {
+            "accuracy": accuracy(with_scaler(filled(small, arrays), small)),
+            "clients": 1,
+            **MEASURED_NOTHING,
+        }
     assert (run.summary() or {})["models"] == run.models() == expected
     assert expected["all channels"]["accuracy"] == run.rounds()[-1]["accuracy"]
     assert len({each["accuracy"] for each in expected.values()}) > 1
@@ -90,10 +96,13 @@ def test_each_ratio_is_a_net_with_its_scaler(tmp_path: Path, strategy: str, sele
 def test_clients_measure_the_norms_of_each_net(tmp_path: Path) -> None:
     """Those of the last round. The statistics of the net of 4 of 16 channels, pooled by hand, give its accuracy."""
     run = run_local(tmp_path, RecordingGrid, **RUN | {"strategy": "heterofl", "architecture__batch_norm": "static"})
-    moments = Moments()
+    moments, exchanged = Moments(), 0
+    tasks = {task.metadata.message_id: task for task in RecordingGrid.last.sent}
     for reply in RecordingGrid.last.received:
         found = statistics_of(reply)
         if found.get("atoms.0.bn.running_mean", np.zeros(0)).shape == (4,):
+            asked = tasks[reply.metadata.reply_to_message_id]
+            exchanged += content_bytes(asked.content) + content_bytes(reply.content)
             moments.add(found, int(reply.content.metric_records["metrics"]["num-examples"]))  # type: ignore[call-overload]
     small, arrays = narrow(model_of(run), 0.25, take_first)
     pooled = {name: array.numpy() for name, array in moments.pool().items()}
@@ -102,7 +111,8 @@ def test_clients_measure_the_norms_of_each_net(tmp_path: Path) -> None:
         if name.endswith((".conv.weight", ".fc.weight")):
             ratio = next(ratios)
             arrays |= {key: arrays[key] / ratio for key in (name, name.replace("weight", "bias")) if key in arrays}
-    assert run.models()["0.25 of the channels"]["accuracy"] == accuracy(filled(with_statistics(small), arrays | pooled))
+    expected = accuracy(filled(with_statistics(small), arrays | pooled))
+    assert run.models()["0.25 of the channels"] == {"accuracy": expected, "clients": 1, "bytes_measuring": exchanged}
 
 
 def statistics_of(reply: Message) -> Arrays:
@@ -121,7 +131,7 @@ def test_a_device_runs_as_many_base_nets_as_it_trains(tmp_path: Path) -> None:
     for name, count, clients in (("3 base nets", 3, 2), ("a base net", 1, 1)):
         mix = vary(FULL, Variant(width=0.25, changes=(Mix(tuple(range(count)), scaler=True),)))
         arrays = {key: value for key, value in trained.items() if net_of(key) < count}
-        expected[name] = {"accuracy": accuracy(filled(mix, arrays)), "clients": clients}
+        expected[name] = {"accuracy": accuracy(filled(mix, arrays)), "clients": clients, **MEASURED_NOTHING}
     assert run.models() == expected
 
 
@@ -137,7 +147,7 @@ def test_a_device_runs_the_blocks_that_it_trains(tmp_path: Path) -> None:
         exits = [len(FULL.atoms) + number for number in range(depth - 1)]
         last = f"atoms.{len(FULL.atoms) + depth - 1}" if depth < len(blocks_of(FULL)) else "head"
         found = accuracy(filled(model, model_of(run), [*body, *exits], last, ExitsModel))
-        expected[int(client)] = {"accuracy": found, "clients": 1}
+        expected[int(client)] = {"accuracy": found, "clients": 1, **MEASURED_NOTHING}
     assert list(run.models().values()) == list(expected.values())
     assert len(set(depths.values())) == 2
 
