@@ -1,12 +1,14 @@
 """Late answers that enter a later round's model: by hand, on the simulated clock, and where answers arrive."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, Message
+from flwr.app import Array, ArrayRecord, Message
 from helpers import (
     TRIO,
     RecordingGrid,
@@ -19,16 +21,19 @@ from helpers import (
     same,
     training,
 )
+from settings_helpers import settings_with
 from test_deadlines import Clock, Down
 from test_over_sample import OVER
 
 from piecework.federation import transport
-from piecework.federation.aggregation import WeightedMean
+from piecework.federation.aggregation import CheckedUpdate, WeightedMean
 from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.server_app.used_settings import require_used
 from piecework.strategies import find_method
-from piecework.strategies.late_answers import add_change, discount, measure_change
+from piecework.strategies.late_answers import LateAnswers, add_change, discount, measure_change
+from piecework.strategies.method import Received
+from piecework.strategies.whole.fedavg.server import FedAvg
 from piecework.training.methods import METHODS
 from piecework.training.settings import Settings, SettingsError
 
@@ -101,6 +106,19 @@ def test_a_late_answer_has_the_weight_that_the_method_gives_it(tmp_path: Path, g
     before, after = map(arrays_of, sent)
     expected = by_hand(run, grid.last, number, before, weight=lambda _: 1)
     assert all(np.allclose(after[n], array, rtol=0, atol=1e-6) for n, array in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("said", "weight"), [({}, 1), ({"weight": 3}, 3)], ids=["of an older version", "with a weight"]
+)
+def test_what_a_checkpoint_holds_keeps_its_weight(said: dict[str, int], weight: int) -> None:
+    """One of an older version has none, and gets what the method gives an update: here 1 for 500 examples."""
+    method = SimpleNamespace(weight=lambda update: update.examples // 500)
+    settings = settings_with(strategy="fedavg", faults__accept_late=2)
+    late = LateAnswers(SimpleNamespace(settings=settings, method=method))  # type: ignore[arg-type]
+    held = {"client": 4, "round": 2, "device": "a", "examples": 500, "trained": [], "norms": {}, "arrived": True}
+    late.restore([held | said], ArrayRecord())
+    assert late.to_values() == [held | {"weight": weight}]
 
 
 @pytest.mark.slow
@@ -192,6 +210,21 @@ def test_an_answer_that_arrives_late_is_used(tmp_path: Path, grids: Any, monkeyp
     one, _ = arriving(tmp_path / "one", grids, monkeypatch, faults__accept_late=1)
     assert one.rounds()[3]["late_used"] == []
     assert [each["client"] for each in one.rounds()[3]["late_dropped"]] == [1]
+
+
+class Own(FedAvg):
+    """Counts all examples of an update as one, when it checks it."""
+
+    name = "own"
+
+    def check(self, received: Received) -> CheckedUpdate:
+        return replace(super().check(received), examples=1)
+
+
+def test_a_late_answer_is_checked_by_its_method(tmp_path: Path, grids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = arriving(tmp_path, grids, monkeypatch, strategy=f"{__name__}:Own")
+    (late,) = run.rounds()[3]["late_used"]
+    assert (late["examples"], late["weight"]) == (1, pytest.approx(3**-0.5))  # two rounds old
 
 
 def poisoned(reply: Message) -> None:
