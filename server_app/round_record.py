@@ -59,7 +59,7 @@ class RoundRecord:
     unusable_nodes: list[dict[str, int | str]]  # nodes whose answer to the query was unusable, and why
     warning: str  # if the settings ask for more clients than there are; else empty
     excluded: list[dict[str, int]]  # clients excluded because their processes died, and how often in a row
-    bytes_down: int  # of training messages, to clients, and of queries of new nodes' devices
+    bytes_down: int  # of training messages, to clients
     bytes_up: int  # of the replies to both, and of late ones that arrived before this round
     bytes_evaluation: int  # of evaluation messages and of measuring batch norms, both ways
     bytes_query: int  # of pre-round queries, both ways
@@ -177,12 +177,12 @@ def record_of(
 
 
 def bytes_of(server: MethodServer, opening: Opening) -> dict[str, Any]:
-    """Return the bytes of training messages, queries of devices and late replies, of which emulated ones are in their round."""
-    down, up = server.registry.take_query_bytes()
+    """Return the bytes of training messages, answers on devices and late replies, of which emulated ones are in their round."""
+    _, up = server.registry.take_query_bytes()  # a resumed run asks again: what it sends is in no round's bytes
     up += sum(each.get("bytes", 0) for each in opening.late_replies)
     reports = server.round.reports.values()
     return {
-        "bytes_down": down + sum(report.bytes_down for report in reports),
+        "bytes_down": sum(report.bytes_down for report in reports),
         "bytes_up": up + sum(report.bytes_up for report in reports),
     }
 
