@@ -194,10 +194,14 @@ def test_the_memory_of_a_module_includes_its_auxiliary_head() -> None:
         ({"num_rounds": 70}, [1] * 7),
         ({"num_rounds": 70, "fedprophet__lr_restart": False}, [1, 11, 21, 31, 41, 51, 61]),
         ({"fedprophet__stage_rounds": 5, "fedprophet__lr_restart": False}, [1, 6, 11, 16, 21, 26, 31]),
+        ({"num_rounds": 5, "fedprophet__lr_restart": False}, [1, 2, 3, 4, 5, 6, 7]),  # a round for each module
         ({"strategy": "profl", "profl__stage_rounds": 4, "profl__shrinking": False}, [1, 5, 9, 13]),
         ({"strategy": "profl", "profl__stage_rounds": 4, "profl__distil_rounds": 2}, [20, 24, 28, 32]),
         ({"strategy": "profl", "num_rounds": 34, "profl__distil_rounds": 2}, [20, 24, 28, 32]),
         ({"strategy": "profl", "num_rounds": 5, "profl__distil_rounds": 2}, [11, 12, 13, 14]),
+        # 102 = 1 + 3 x 5 + (13 + 13 + 12) + 4 x 12, and by parameters 100 = 1 + 3 x 5 + (30 + 8 + 3) + (2 + 3 + 8 + 30)
+        ({"strategy": "profl", "num_rounds": 102}, [55, 67, 79, 91]),
+        ({"strategy": "profl", "num_rounds": 100, "profl__freezing": "parameters"}, [58, 60, 63, 71]),
     ],
 )
 def test_the_places_of_stages_in_the_schedule_of_rates(changes: dict[str, Any], places: list[int]) -> None:
