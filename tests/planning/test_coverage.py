@@ -327,3 +327,10 @@ def test_what_was_never_trained_is_in_the_table_and_the_page(tmp_path: Path, cap
 def test_the_slowest_device_bounds_the_others() -> None:
     states = [DeviceState(f"{flops}", 1, flops, 1.0, 1.0) for flops in (3e9, 2e9, 5e9)]
     assert (slowest_of(states), slowest_of([])) == (2e9, 1.0)
+
+
+@pytest.mark.parametrize(("memory", "level"), [(0.9, ""), (0.6, "note")])
+def test_micro_batches_are_those_of_parts_that_a_device_has_time_for(memory: float, level: str) -> None:
+    """The second module takes longer than the slowest device allows. Only with it 0.9 of the memory are too little."""
+    changes = {"strategy": "fedprophet", "fedprophet__r_min": "0.4x", "memory__fit": "micro-batch"}
+    assert found_for(fleet_json(board=memory), **changes)["level"] == level
