@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import TRIO, clients_of, digits, first_arrays, fleet_json, model_of, run_local, tiny_settings
+from helpers import SPEEDS, TRIO, clients_of, digits, first_arrays, fleet_json, model_of, run_local, tiny_settings
 from safetensors.numpy import load_file
 from settings_helpers import settings_with
 
@@ -244,8 +244,11 @@ def test_participation_in_the_presets(model: str, shares: tuple[float, float]) -
     assert tuple(found) == shares
 
 
-def test_the_time_of_a_task_is_that_of_the_work_it_begins_with(tmp_path: Path) -> None:
-    """A task also lists smaller depths, for a device with less memory than it has said: these are alternatives."""
+@pytest.mark.parametrize(("fit", "recomputes"), [("", [False] * 3), ("recompute-cheap", [False, True, True])])
+def test_the_time_of_a_task_is_that_of_the_work_it_begins_with(
+    tmp_path: Path, fit: str, recomputes: list[bool]
+) -> None:
+    """A task also lists smaller depths and steps, for a device with less memory than it has said: these are alternatives."""
     expected: list[dict[int, float]] = []
 
     class Expecting(LocalGrid):
@@ -254,9 +257,10 @@ def test_the_time_of_a_task_is_that_of_the_work_it_begins_with(tmp_path: Path) -
         def expect(self, seconds: Mapping[int, float]) -> None:
             expected.append(dict(seconds))
 
-    run = run_local(tmp_path, Expecting, **SMALL | {"num_rounds": 1})
+    run = run_local(tmp_path, Expecting, **SMALL | {"num_rounds": 1, "memory__fit": fit})
     training, *_ = [each for each in expected if any(each.values())]
-    flops = [client["flops"] for client in clients_of(run)]
-    assert flops[0] > flops[1] > flops[2]
+    clients = clients_of(run)
+    assert [bool(client["step"]) for client in clients] == recomputes
+    assert clients[0]["flops"] > clients[2]["flops"]
     seconds = [training[node] for node in sorted(training)]
-    assert [each / seconds[0] for each in seconds] == pytest.approx([each / flops[0] for each in flops])
+    assert seconds == pytest.approx([client["flops"] / SPEEDS["flops"] for client in clients])
