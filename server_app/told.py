@@ -82,8 +82,8 @@ def tell_connected(nodes: int, settings: Settings) -> None:
 
 
 def tell_round(record: Mapping[str, Any], settings: Settings) -> None:
-    """Log a finished round in a line."""
-    LOG.info("%s  %.1f s", round_line(dict(record), settings.num_rounds), record["seconds"])
+    """Log a finished round in a line, which the run's own log has already (run_log.py)."""
+    FLOWER.info("%s  %.1f s", round_line(dict(record), settings.num_rounds), record["seconds"])
 
 
 def tell_end(run_dir: RunDir) -> None:

@@ -54,7 +54,11 @@ def test_a_run_says_who_trains_each_round_and_where_it_writes(
     assert said[2] == f"results: {tmp_path / 'run'}"
     assert f"output-dir = {str(tmp_path)!r}" in said[3]
     assert "every part of the model can be trained by all clients" in said
-    rounds = [line for line in said if line.startswith("round ")]
+    rounds = [
+        record.message for record in caplog.records if record.name == "flwr" and record.message.startswith("round ")
+    ]
+    written = (tmp_path / "run" / "run.log").read_text().splitlines()
+    assert [line.split("INFO    ")[-1] for line in written if " round " in line] == rounds  # each once
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
     assert all("3/3 clients ok" in line and line.endswith(" s") for line in rounds)
     assert said[-2:] == [
