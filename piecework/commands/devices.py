@@ -14,6 +14,7 @@ from piecework.device_profiles.fleet_file import FleetError, pool_devices, shipp
 from piecework.device_profiles.names import did_you_mean
 from piecework.device_profiles.profile import format_bytes, measure_device
 from piecework.device_profiles.units import format_flops
+from piecework.training.settings import Settings
 
 # The prefix of a pool's name where a fleet's name could be.
 POOL = "pool:"
@@ -49,6 +50,9 @@ def _of_pool(name: str) -> list[dict[str, Any]]:
 
 def measure_here() -> list[dict[str, Any]]:
     """Return the figures of this machine, as a device with `device = auto` measures them."""
+    import torch  # lists of devices need none
+
+    torch.set_num_threads(Settings().training.torch_threads)
     measured = measure_device(Path.cwd())
     return [
         {

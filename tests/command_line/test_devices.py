@@ -8,10 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from piecework.commands import devices
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import (
     UNLIMITED,
+    MeasuredDevice,
     available_memory,
     cgroup_headroom,
     format_bytes,
@@ -131,6 +134,23 @@ def test_available_memory_is_the_smaller_of_system_and_group(tmp_path: Path) -> 
     group(root, memory__max=10**18)
     assert available_memory(root, path) == pytest.approx(system, rel=0.2)
     assert available_memory() > 0
+
+
+def test_devices_measure_with_the_threads_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speed of all cores is not that of a client, which trains with training.torch-threads."""
+    before, threads = torch.get_num_threads(), list[int]()
+
+    def measure(folder: Path) -> MeasuredDevice:
+        threads.append(torch.get_num_threads())
+        return MeasuredDevice(1, 2.0, 3.0)
+
+    monkeypatch.setattr(devices, "measure_device", measure)
+    torch.set_num_threads(2)
+    try:
+        (row,) = devices.measure_here()
+    finally:
+        torch.set_num_threads(before)
+    assert (threads, row["flops_per_second"]) == ([1], 2.0)
 
 
 def test_measure_device(tmp_path: Path) -> None:
