@@ -78,7 +78,7 @@ def newest_run(output_dir: Path, settings: Settings) -> RunDir:
             old = Settings.from_run_config(run_dir.settings())
         except ValueError:
             continue  # a run of another version cannot be resumed
-        if old.hash() == settings.hash():
+        if old.hash() == settings.hash() and bool(old.run.superlink) == bool(settings.run.superlink):
             unfinished = not has_completed(run_dir) or settings.num_rounds > old.num_rounds
             found.append((unfinished, path.stat().st_mtime, run_dir.path))
     if not found:

@@ -37,6 +37,7 @@ OPTIONS = {
     "output-dir": "--output-dir",
     "memory.model": "--memory-model",
     "training.batch-size": "--batch-size",
+    "run.superlink": "--superlink",
 }
 
 
@@ -59,7 +60,8 @@ def settings_from(
     or 20; to 4 if real processes are started; and to the number of nodes if the `connection` is to a SuperLink's.
     """
     there = isinstance(connection, Connection)
-    asked_for = merge_assignments(assignments, options_given(engine, nodes, output_dir) | (named or {}))
+    link: Scalars = {"run.superlink": connection.address} if isinstance(connection, Connection) else {}
+    asked_for = merge_assignments(assignments, options_given(engine, nodes, output_dir) | (named or {}) | link)
     app = "" if preset else find_app(asked_for)
     find_entry(str(asked_for.get("strategy", fields()["strategy"].default)))
     if there and asked_for.get("engine", "deployment") != "deployment":
@@ -85,11 +87,15 @@ def complete(given_values: Scalars, *, there: bool = False) -> Settings:
     if resumed not in ("", "auto"):
         values = settings_of_run(resumed) | values
         given |= {"workers"}  # as many as this machine has cores
-        if not (values["clients"] or there):
+        if not there and (values["run.superlink"] or not values["clients"]):
             raise SettingsError(
-                f"resume-from = {resumed!r}: that run had the clients of a SuperLink (clients = 0). Give "
-                "--superlink HOST:PORT to go on with them"
+                f"resume-from = {resumed!r}: that run had the clients of a SuperLink, whose data and devices are not here: go "
+                f"on with them by --superlink {values['run.superlink'] or 'HOST:PORT'}, and --root-certificates or --insecure"
             )
+    elif not there and values.get("run.superlink"):
+        raise SettingsError(
+            f"run.superlink = {values['run.superlink']!r}: --superlink sets it, and says how to trust it"
+        )
     elif not values.get("clients"):
         values["clients"] = default_clients(values, there)
     if os.environ.get("PIECEWORK_DATA"):

@@ -12,6 +12,9 @@ from piecework.cli import app
 from piecework.commands.base import SHORTHANDS, with_shorthands
 from piecework.commands.options import OPTIONS, settings_from
 from piecework.device_profiles.names import did_you_mean
+from piecework.engines.processes import Connection
+from piecework.server_app.records import RunDir
+from piecework.training.settings import SettingsError
 
 GIVEN = {
     "strategy": "fedavg",
@@ -116,3 +119,20 @@ def test_the_module_is_the_command_and_has_a_version(tmp_path: Path) -> None:
     call = [sys.executable, "-m", "piecework", "--version"]
     done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == f"piecework {piecework.__version__}\n"
+
+
+def test_a_run_on_a_superlink_is_resumed_on_one(tmp_path: Path) -> None:
+    """Without it, emulated clients with the server's data would go on with a run of boards that have their own."""
+    there = settings_from("", [], nodes=2, connection=Connection("host:9093", None))
+    assert (there.engine, there.run.superlink) == ("deployment", "host:9093")
+    RunDir(tmp_path).create(there)
+    resuming = [f"resume-from={tmp_path}"]
+    with pytest.raises(SettingsError, match=r"that run had the clients of a SuperLink.* by --superlink host:9093, and"):
+        settings_from("", resuming)
+    moved = settings_from("", resuming, connection=Connection("other:9093", None))
+    assert moved.run.superlink == "other:9093"
+    with pytest.raises(SettingsError, match=r"run\.superlink = 'host:9093': --superlink sets it"):
+        settings_from("", ["run.superlink=host:9093"])
+    with pytest.raises(SettingsError, match=r"--superlink other:9093 contradicts --set run\.superlink=host:9093"):
+        settings_from("", ["run.superlink=host:9093"], connection=Connection("other:9093", None))
+    assert settings_from("", []).run.superlink == ""

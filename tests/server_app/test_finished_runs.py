@@ -86,6 +86,15 @@ def test_the_command_says_so_and_starts_no_engine(finished: RunDir, monkeypatch:
     assert content(finished) == before
 
 
+def test_auto_does_not_take_a_superlinks_run_for_one_of_this_machine(tmp_path: Path) -> None:
+    there = tiny_settings(run__superlink="host:9093", run_name="there", output_dir=str(tmp_path))
+    RunDir(tmp_path / "there").create(there)
+    asked = {"resume_from": "auto", "output_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match="no run with these settings"):
+        resolve_run_dir(tiny_settings(**asked))
+    assert resolve_run_dir(tiny_settings(**asked, run__superlink="other:9093")).path.name == "there"
+
+
 def test_auto_is_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another process, the ServerApp's, writes the run."""
     words = ["--strategy=fedavg", "--rounds=2", "--set=workers=1", "--output-dir", str(tmp_path)]

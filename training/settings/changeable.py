@@ -9,6 +9,7 @@ CHANGEABLE = frozenset(
         "resume-from",
         "callbacks",
         "run.track",
+        "run.superlink",  # its address; that it had one stays (commands/options.py)
         "engine",
         "workers",
         "messages.max-in-flight",

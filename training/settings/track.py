@@ -1,4 +1,4 @@
-"""The table `run`: what is done with a run's records while it goes on."""
+"""The table `run`: where its clients are, and what is done with its records while it goes on."""
 
 from typing import Self
 
@@ -11,12 +11,17 @@ TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
 
 
 class RunSettings(Table):
-    """What follows a run, and has no effect on its numbers."""
+    """Whose nodes a run has, and what follows it."""
 
     track: str = setting(
         "",
         "trackers of experiments that the server tells of each round, with commas: tensorboard, mlflow, wandb, trackio; each "
         "needs the extra of its name, and writes to this machine unless its own configuration says otherwise; empty = none",
+    )
+
+    superlink: str = setting(
+        "",
+        "the SuperLink whose nodes are the clients, which --superlink sets; empty = the clients are started with the run",
     )
 
     @model_validator(mode="after")
