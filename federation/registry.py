@@ -66,8 +66,7 @@ class Member:
 class ClientRegistry:
     """The members by client number. `clients` is the number of clients in the run (0 = as many as Flower's federation has).
 
-    `busy` are the nodes that have not answered an earlier message. `query_bytes` are those of queries and of their answers
-    that are not yet recorded.
+    `busy` are the nodes that have not answered an earlier message. `query_bytes` are those of answers not yet recorded.
 
     `bound` are the clients that belong to one node for the whole run, with its name. It is the name under which the node's key
     was registered (`piecework register`), so only a node with node authentication has one.
@@ -92,7 +91,7 @@ class ClientRegistry:
     members: dict[int, Member] = field(default_factory=dict)
     federation: int = 0
     last_error: str = ""
-    query_bytes: tuple[int, int] = (0, 0)
+    query_bytes: int = 0
     busy: set[int] = field(default_factory=set)
     bound: dict[int, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
@@ -152,9 +151,7 @@ class ClientRegistry:
             self._names = {info.node_id: info.name for info in grid.get_nodes()}
         for node in sorted(new):
             query = Message(self.first_content(), dst_node_id=node, message_type=QUERY, ttl=QUERY_SECONDS)
-            pushed = {message: (node, now) for message in grid.push_messages([query]) if message}
-            self._count_query(down=len(pushed) * content_bytes(query.content))
-            self._asked |= pushed
+            self._asked |= {message: (node, now) for message in grid.push_messages([query]) if message}
         while self._asked and (replies := list(grid.pull_messages(self._asked.keys()))):
             for reply in replies:
                 sent = self._asked.pop(reply.metadata.reply_to_message_id, None)
@@ -176,7 +173,7 @@ class ClientRegistry:
                 if self.packages and any(text in reason for text in LACKING):  # first, because long reasons are cut
                     reason = f"each node needs: pip install {' '.join(self.packages)}; {reason}"
                 raise ValueError(f"error {reply.error.code}: {reason}")
-            self._count_query(up=content_bytes(reply.content))
+            self.query_bytes += content_bytes(reply.content)
             self._clients[node] = self._admit(node, reply)
             self._failed.pop(node, None)
         except UNUSABLE as error:
@@ -300,10 +297,10 @@ class ClientRegistry:
         """Store the free memory (bytes) that a self-measuring device had before its last task."""
         self.members[client].measured["memory-available"] = available
 
-    def _count_query(self, down: int = 0, up: int = 0) -> None:
-        self.query_bytes = self.query_bytes[0] + down, self.query_bytes[1] + up
+    def take_query_bytes(self) -> int:
+        """Return the bytes of the answers to queries since the last call.
 
-    def take_query_bytes(self) -> tuple[int, int]:
-        """Return the bytes of queries, and those of their answers, since the last call."""
-        taken, self.query_bytes = self.query_bytes, (0, 0)
+        The queries, which carry what the run expects of nodes' data, are in no count: a resumed run sends them again.
+        """
+        taken, self.query_bytes = self.query_bytes, 0
         return taken

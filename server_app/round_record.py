@@ -60,7 +60,9 @@ class RoundRecord:
     warning: str  # if the settings ask for more clients than there are; else empty
     excluded: list[dict[str, int]]  # clients excluded because their processes died, and how often in a row
     bytes_down: int  # of training messages, to clients
-    bytes_up: int  # of the replies to both, and of late ones that arrived before this round
+    bytes_up: (
+        int  # of their replies, of late ones that arrived before this round, and of new nodes' answers to the query
+    )
     bytes_evaluation: int  # of evaluation messages and of measuring batch norms, both ways
     bytes_query: int  # of pre-round queries, both ways
     disk: (
@@ -177,13 +179,14 @@ def record_of(
 
 
 def bytes_of(server: MethodServer, opening: Opening) -> dict[str, Any]:
-    """Return the bytes of training messages, answers on devices and late replies, of which emulated ones are in their round."""
-    _, up = server.registry.take_query_bytes()  # a resumed run asks again: what it sends is in no round's bytes
-    up += sum(each.get("bytes", 0) for each in opening.late_replies)
-    reports = server.round.reports.values()
+    """Return the bytes of training messages, those up with answers of new nodes and late replies.
+
+    Late replies of emulated clients are counted in their own round.
+    """
+    reports, late = server.round.reports.values(), sum(each.get("bytes", 0) for each in opening.late_replies)
     return {
         "bytes_down": sum(report.bytes_down for report in reports),
-        "bytes_up": up + sum(report.bytes_up for report in reports),
+        "bytes_up": sum(report.bytes_up for report in reports) + late + server.registry.take_query_bytes(),
     }
 
 

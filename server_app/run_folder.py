@@ -127,12 +127,15 @@ def nothing_left(run_dir: RunDir, settings: Settings, recovery: Recovery) -> boo
 
 
 def all_written(run_dir: RunDir) -> bool:
-    """Return whether a run that has begun wrote its model and the evaluation under attack if one is due, which come last.
+    """Return whether a run that has begun wrote its model and, if one is due, the final evaluation, which come last.
 
-    Both are withdrawn when a run starts or resumes.
+    One is due under attack, and where the last round was not evaluated. All are withdrawn when a run starts or resumes.
     """
-    settings = Settings.from_run_config(run_dir.settings())
+    settings, rounds = Settings.from_run_config(run_dir.settings()), run_dir.rounds()
+    unevaluated = bool(rounds) and rounds[-1]["accuracy"] is None and not rounds[-1].get("personal")
     attacked = (
         trains_adversarially(find_method(settings.strategy).can, settings) or settings.evaluation.autoattack_examples
     )
-    return (run_dir.path / "model.safetensors").is_file() and (not attacked or run_dir.final() is not None)
+    return (run_dir.path / "model.safetensors").is_file() and (
+        not (attacked or unevaluated) or run_dir.final() is not None
+    )

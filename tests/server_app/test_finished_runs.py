@@ -18,6 +18,7 @@ from piecework.server_app import experiment, rounds
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_folder import has_completed, newest_run, resolve_run_dir
+from piecework.server_app.summary import how_stopped
 from piecework.training.settings import SettingsError
 
 FEDAVG = TRIO | {"strategy": "fedavg", "num_rounds": 2}
@@ -221,3 +222,25 @@ def test_ctrl_c_leaves_the_other_seeds(tmp_path: Path, monkeypatch: pytest.Monke
     assert done.exit_code == 130
     assert "interrupted: not run: seed 5, 6" in done.stderr
     assert len(list(tmp_path.glob("*/settings.toml"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "personal", "final", "ended"),
+    [
+        (0.5, False, False, "completed"),
+        (None, False, False, "stopped"),
+        (None, False, True, "completed"),
+        (None, True, False, "completed"),
+    ],
+)
+def test_a_signal_before_the_final_evaluation_stops_the_run(
+    accuracy: float | None, personal: bool, final: bool, ended: str, tmp_path: Path
+) -> None:
+    """That is due if the last round was not evaluated, as of stages that end early. Clients' own models have none."""
+    run = RunDir(tmp_path)
+    run.create(tiny_settings(strategy="fedavg"))
+    run.append_round({"round": 1, "accuracy": accuracy, "personal": personal})
+    (tmp_path / "model.safetensors").touch()
+    if final:
+        run.write_final({"accuracy": 0.5})
+    assert how_stopped(run)[0] == ended
