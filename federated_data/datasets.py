@@ -300,7 +300,8 @@ def _read_meta(directory: Path) -> dict[str, Any]:
         meta = read_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DatasetError(
-            f"no {path}: there is no prepared data set; delete the folder if it exists and rerun"
+            f"no {path}: there is no prepared data set. On a device, data-dir in its node-config names the folder; elsewhere "
+            "delete the folder if it exists, and run again"
         ) from None
     except PermissionError as error:
         raise DatasetError(f"{path} cannot be read: {error}; give it to the user who runs this") from None

@@ -4,6 +4,7 @@ A client is identified by the `partition-id` of its node-config, because Flower'
 """
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ LOG = logging.getLogger("piecework")
 QUERY = "query.device"
 QUERY_SECONDS = 300.0  # after this time a query without an answer is repeated
 GRACE_SECONDS = 15.0  # how long a round waits for an answer: the node first starts a process and imports torch
+TOLD = 3  # nodes whose answer could not be used, in an error
+# Flower's reason of an exception in a ClientApp: <class 'module.Name'>:<'message'>
+FLOWERS_REASON = re.compile(r"^<class '(?:\w+\.)*(\w+)'>:<(['\"])(.*)\2>$", re.DOTALL)
 AGAIN_SECONDS = 30.0  # after this time a node whose answer could not be used is queried again
 MEASURED = "memory-available", "flops-per-second", "disk-bandwidth"  # by a device that measures itself
 LACKING = "unknown strategy", "is not known", "unknown data set"  # what a node says that lacks the package of a plugin
@@ -90,7 +94,6 @@ class ClientRegistry:
     memory: MemorySettings
     members: dict[int, Member] = field(default_factory=dict)
     federation: int = 0
-    last_error: str = ""
     query_bytes: int = 0
     busy: set[int] = field(default_factory=set)
     bound: dict[int, str] = field(default_factory=dict)
@@ -121,10 +124,14 @@ class ClientRegistry:
                 self._start(expected)
                 return
             if late:
+                refused = [
+                    f"{self._describe_node(node)}: {reason}" for node, (reason, _) in sorted(self._failed.items())
+                ]
                 raise TooFewNodesError(
                     f"{len(self.members)} of {expected or 'at least 1'} clients connected within {timeout:g} s "
                     "(messages.node-timeout): start more nodes, lower `clients`, or give each node its own partition-id"
-                    + (f"; the last answer that could not be used: {self.last_error}" if self.last_error else "")
+                    + (f". Not used: {'; '.join(refused[:TOLD])}" if refused else "")
+                    + (f"; and {len(refused) - TOLD} more" if len(refused) > TOLD else "")
                 )
             time.sleep(0.2)
 
@@ -169,7 +176,7 @@ class ClientRegistry:
     def _take_in(self, node: int, reply: Message) -> None:
         try:
             if reply.has_error():
-                reason = str(reply.error.reason)
+                reason = FLOWERS_REASON.sub(r"\1: \3", str(reply.error.reason))
                 if self.packages and any(text in reason for text in LACKING):  # first, because long reasons are cut
                     reason = f"each node needs: pip install {' '.join(self.packages)}; {reason}"
                 raise ValueError(f"error {reply.error.code}: {reason}")
@@ -177,10 +184,10 @@ class ClientRegistry:
             self._clients[node] = self._admit(node, reply)
             self._failed.pop(node, None)
         except UNUSABLE as error:
-            self.last_error = printable(reason_of(error))
-            if self._failed.get(node, ("",))[0] != self.last_error:
-                LOG.warning("node %d does not take part: %s", node, self.last_error)
-            self._failed[node] = self.last_error, time.monotonic()
+            reason = printable(reason_of(error))
+            if self._failed.get(node, ("",))[0] != reason:
+                LOG.warning("%s does not take part: %s", self._describe_node(node), reason)
+            self._failed[node] = reason, time.monotonic()
 
     def _admit(self, node: int, reply: Message) -> int:
         figures: dict[str, Any] = dict(read_figures(reply.content.metric_records["metrics"]))
@@ -254,8 +261,11 @@ class ClientRegistry:
         return f"node {node} ({name!r})" if name else f"node {node}"
 
     def unusable(self) -> list[dict[str, int | str]]:
-        """Return the nodes whose answer to the query was an error or unusable, each with the reason."""
-        return [{"node": node, "reason": reason} for node, (reason, _) in sorted(self._failed.items())]
+        """Return the nodes whose answer to the query was an error or unusable: each with its name, or '', and the reason."""
+        return [
+            {"node": node, "name": self._names.get(node, ""), "reason": reason}
+            for node, (reason, _) in sorted(self._failed.items())
+        ]
 
     def present(self, grid: Grid) -> list[int]:
         """Return in order the clients that are connected, not busy, and have at least MIN_EXAMPLES training examples."""

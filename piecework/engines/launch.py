@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import tomli_w
@@ -295,6 +296,8 @@ def watch(
 def report_from(run_dir: RunDir, seen: int, on_round: OnRound) -> int:
     """Report the rounds after the first `seen`; return how many there are, which drops if the run went back to a checkpoint."""
     rounds = run_dir.readable_rounds()[0]
-    for record in rounds[seen:]:
+    for before, record in list(pairwise([{}, *rounds]))[seen:]:
+        for node in (each for each in record.get("unusable_nodes", []) if each not in before.get("unusable_nodes", [])):
+            LOG.warning("node %s does not take part: %s", node.get("name") or node["node"], node["reason"])
         on_round(record)
     return len(rounds)

@@ -50,6 +50,10 @@ def summary_table(summary: Record, rounds: Sequence[Record], final: Record | Non
         *late_rows(rounds),
         *privacy_rows(rounds),
         *(("failed", failure_text(row)) for row in failures(rounds)),
+        *(
+            ("left out", f"node {each.get('name') or each['node']}: {each['reason']}")
+            for each in unusable_nodes(rounds)
+        ),
         *trained_rows(summary.get("trained", [])),
         ("bytes down", format_bytes(summary.get("bytes_down", 0))),
         ("bytes up", format_bytes(summary.get("bytes_up", 0))),
@@ -134,6 +138,11 @@ def best_text(rounds: Sequence[Record], final: Record | None = None) -> str:
     under = "" if attacked is None else f", {format_percent(attacked)} under attack,"
     when = "at the end" if best["round"] is None else f"in round {best['round']}"
     return f"best {format_percent(best['accuracy'])}{under} {when}"
+
+
+def unusable_nodes(rounds: Sequence[Record]) -> list[Record]:
+    """Return the nodes whose answer could not be used when the last round ended; records of older versions name none."""
+    return rounds[-1].get("unusable_nodes", []) if rounds else []
 
 
 def memory_table(rounds: Sequence[Record]) -> Table:

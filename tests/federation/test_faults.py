@@ -19,10 +19,12 @@ from helpers import (
     tiny_settings,
     training,
 )
+from report_helpers import text_of
 
-from piecework.engines.launch import launch
+from piecework.engines.launch import launch, report_from
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
 from piecework.federation.faults import CrashHistory, status_of
+from piecework.report.display import summary_table
 from piecework.server_app.ordered_grid import FIRST_NODE
 from piecework.server_app.records import RunDir
 from piecework.strategies.state import StrategyState
@@ -266,7 +268,7 @@ def is_train(message: Message) -> bool:
     ],
 )
 def test_a_node_that_fits_nowhere_is_named_and_excluded(
-    tmp_path: Path, grids: Any, config: dict[str, str | int], reason: str
+    tmp_path: Path, grids: Any, config: dict[str, str | int], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A typo in the node-config of one device: the others train."""
 
@@ -281,6 +283,11 @@ def test_a_node_that_fits_nowhere_is_named_and_excluded(
     (unusable,) = run.rounds()[0]["unusable_nodes"]
     assert unusable["node"] == FIRST_NODE + 1
     assert reason in unusable["reason"]
+    shown = text_of(summary_table(run.summary() or {}, run.rounds()), width=1000)
+    assert f"left out node {FIRST_NODE + 1}: {unusable['reason']}" in " ".join(shown.split())
+    caplog.clear()
+    report_from(run, 0, lambda _: None)
+    assert f"node {FIRST_NODE + 1} does not take part: {unusable['reason']}" in caplog.text
 
 
 def test_two_nodes_with_one_number_are_named_and_excluded(tmp_path: Path, grids: Any) -> None:
@@ -291,7 +298,10 @@ def test_two_nodes_with_one_number_are_named_and_excluded(tmp_path: Path, grids:
             super().__init__(clients, run_config, workers, [{}, {"partition-id": 0}, {}])
 
     settings: dict[str, Any] = {"strategy": "fedavg", "messages__node_timeout": 0.3, **TRIO}
-    with pytest.raises(TooFewNodesError, match=r"1 of 3 clients.*partition-id 0 is claimed by node 2 and node 3"):
+    with pytest.raises(
+        TooFewNodesError,
+        match=r"1 of 3 clients.*Not used: node 2: .*partition-id 0 is claimed by node 2 and node 3.*; node 3: ",
+    ):
         run_local(tmp_path, grids(Twice), faults__min_clients=2, **settings)
     run = run_local(tmp_path, grids(Twice), faults__min_clients=1, **settings)
     assert statuses(run, 1) == {2: "ok"}

@@ -14,7 +14,7 @@ from helpers import TRIO, fleet_json, run_local
 from piecework.device_profiles.fleet import load_fleet
 from piecework.federation import registry
 from piecework.federation.errors import TooFewNodesError
-from piecework.federation.registry import ClientRegistry
+from piecework.federation.registry import FLOWERS_REASON, ClientRegistry
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.ordered_grid import FIRST_NODE, SERVER, identify
 from piecework.training import answers
@@ -86,7 +86,8 @@ def test_before_a_run_two_nodes_with_one_number_are_both_refused(monkeypatch: py
     reason = "partition-id 0 is claimed by node 5 ('shed') and node 6: none of them takes part until each has its own"
     for _ in range(2):  # asked again, they are refused again
         assert it.see((5, 0, "shed"), (6, 0, ""), (7, 1, "")) == {1: 7}
-        assert it.registry.unusable() == [{"node": 5, "reason": reason}, {"node": 6, "reason": reason}]
+        refused = [{"node": node, "name": name, "reason": reason} for node, name in ((5, "shed"), (6, ""))]
+        assert it.registry.unusable() == refused
         assert (it.registry.client_of(5), it.registry.client_of(6)) == (None, None)
     assert it.registry.bound == {}
     assert it.see((6, 0, ""), (7, 1, "")) == {0: 6, 1: 7}
@@ -137,3 +138,16 @@ def test_a_resumed_run_knows_whose_client_it_is(tmp_path: Path, grids: Any) -> N
         run_local(tmp_path, grids(Named, names="acb"), **values | again)
     run_local(tmp_path, grids(Named, names="abc"), **values | again)
     assert run.last_complete_round() == 2
+
+
+def test_an_exception_of_a_client_is_told_without_flowers_frame() -> None:
+    told = [
+        "<class 'piecework.federated_data.sources.DatasetError'>:<'no meta.json: it isn't here'>",
+        "<class 'ValueError'>:<\"no 'x'\">",
+        "the app was not found",
+    ]
+    assert [FLOWERS_REASON.sub(r"\1: \3", reason) for reason in told] == [
+        "DatasetError: no meta.json: it isn't here",
+        "ValueError: no 'x'",
+        "the app was not found",
+    ]
