@@ -17,6 +17,7 @@ from logging import WARNING
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 from flwr.supercore import log
 from flwr.supercore.utils import get_flwr_home
 
@@ -33,7 +34,11 @@ def main() -> None:
         put_executor_on_path()
     look_every(known.look_seconds)
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
-    command.load()()
+    try:
+        command.load()()
+    except (click.ClickException, RuntimeError) as error:  # wrong arguments, or a port that is taken
+        hint = "; a second SuperNode on a machine needs another --port" if "HTTP API" in str(error) else ""
+        sys.exit(f"piecework-supernode: {error}{hint}")
 
 
 def parse_seconds(text: str) -> float:

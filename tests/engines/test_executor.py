@@ -302,3 +302,17 @@ def test_a_bundle_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (found[0].with_name("bad") / "of Flower's own, which was killed").mkdir(parents=True)
     assert [each.name for each in once(b"bad", skip_prompt=True).iterdir()] == ["part"]
     assert sorted(each.name for each in found[0].parent.iterdir() if each.is_dir()) == ["bad", "new", "old"]
+
+
+@pytest.mark.slow
+def test_a_supernode_with_wrong_arguments_says_so_in_a_line() -> None:
+    """A device without quotes is a likely mistake in a node-config."""
+    command = [Path(sys.executable).with_name("piecework-supernode"), "--insecure", "--superlink", "localhost:1"]
+    done = subprocess.run(
+        [*command, "--node-config", "partition-id=0 device=auto"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "piecework-supernode: The provided configuration string is in an invalid"
+    )
+    assert "Traceback" not in done.stderr
