@@ -170,13 +170,14 @@ def run_one(
     Returns the summary, and the exit code of the signal that ended the run, or 0.
     """
     from piecework.report.progress import RoundProgress
-    from piecework.server_app.run_folder import STOPPED
+    from piecework.server_app.run_folder import COMPLETED, STOPPED
 
     name = f"{settings.run_name}-seed{seed}" if several and settings.run_name else settings.run_name
     settings = settings.with_values({"seed": seed, "run-name": name})
     found = carry_out(settings, RoundProgress(settings.num_rounds, err), restarts, connection)
     show_run(found.run_dir, found.summary, found.reason, as_json)
-    if found.summary["status"] == STOPPED:
+    kept = found.summary["status"] != COMPLETED and found.run_dir.last_complete_round()
+    if kept or found.summary["status"] == STOPPED:
         err.print(how_to_go_on(found.run_dir, connection), highlight=False, soft_wrap=True)
     return found.summary, code_of(found.signal)
 

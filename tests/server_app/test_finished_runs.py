@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import piecework.engines.launch as launching
 from piecework.cli import app
 from piecework.commands.options import settings_from
+from piecework.federation.errors import RunAbortedError
 from piecework.server_app import experiment, rounds
 from piecework.server_app.local_grid import LocalGrid
 from piecework.server_app.records import RunDir
@@ -244,3 +245,23 @@ def test_a_signal_before_the_final_evaluation_stops_the_run(
     if final:
         run.write_final({"accuracy": 0.5})
     assert how_stopped(run)[0] == ended
+
+
+def test_a_run_that_failed_after_a_checkpoint_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = rounds.Run.one_round
+
+    def fail_in_the_second(run: rounds.Run, server_round: int) -> Any:
+        if server_round == 2:
+            raise RunAbortedError("the server was unplugged")
+        return plain(run, server_round)
+
+    monkeypatch.setattr(rounds.Run, "one_round", fail_in_the_second)
+    sets = ["clients=3", "clients-per-round=1", "training.local-iterations=1", "fleet=unlimited", "workers=1"]
+    words = ["run", "--strategy", "fedavg", "--rounds", "3", "--output-dir", str(tmp_path)]
+    done = CliRunner(env={"COLUMNS": "1000"}).invoke(app, [*words, *(f"--set={text}" for text in sets)])
+    (path,) = [each.parent for each in tmp_path.glob("*/settings.toml")]
+    assert done.exit_code == 1
+    assert "the server was unplugged" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"resume it: piecework run --set resume-from={path}"
