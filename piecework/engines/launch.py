@@ -216,7 +216,10 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
     before, known = run_dir.summary_version(), run_dir.coverage()
     killed = killed_writer(run_dir.path)
     app = app_folder(home.path / "app", values)
-    submitted = home.command("run", str(app), "piecework", "--run-config", str(config), *arguments)
+    try:
+        submitted = home.command("run", str(app), "piecework", "--run-config", str(config), *arguments)
+    except EngineError as error:
+        raise EngineError(home.connection.explain() or str(error)) from error
     run_id = str(submitted["run-id"])
     try:
         status = watch(home, run_id, run_dir, seen, before, on_round, known, killed)

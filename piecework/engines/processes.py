@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ EXPOSED = (
     "you, through the SuperLink on 127.0.0.1. With other users on it, use the engine local (docs/howto/security.md)"
 )
 START_SECONDS = 180.0  # the first start after an installation compiles all of Flower, on a loaded machine in minutes
+TLS_SECONDS = 10.0  # for a handshake
 LOG = logging.getLogger("piecework")
 
 
@@ -49,6 +51,28 @@ class Connection:
         if self.root_certificates is None:
             return {"address": self.address, "insecure": True}
         return {"address": self.address, "root-certificates": str(self.root_certificates.resolve())}
+
+    def explain(self) -> str:
+        """Return why this SuperLink cannot be reached, as a TLS handshake tells it, which Flower does not; empty if it can."""
+        host, _, port = self.address.rpartition(":")
+        context, trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.root_certificates
+        try:
+            if trusted is None:
+                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            else:
+                context.load_verify_locations(trusted)
+            with socket.create_connection((host.strip("[]"), int(port)), TLS_SECONDS) as plain:
+                context.wrap_socket(plain, server_hostname=host).close()
+        except ssl.SSLError as error:
+            hint = "give its CA, and a HOST that its certificate names"
+            return f"no SuperLink with TLS of {trusted} answers at {self.address}: {error}; {hint}" if trusted else ""
+        except OSError as error:
+            return f"nothing answers at {self.address}: {error}"
+        return (
+            ""
+            if trusted
+            else f"the SuperLink at {self.address} speaks TLS: give --root-certificates FILE, not --insecure"
+        )
 
 
 class FlowerHome:
