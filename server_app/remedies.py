@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from piecework.device_profiles.profile import format_bytes
+from piecework.planning.coverage import Trainer, coverage
 from piecework.planning.less_memory import FIT, in_less_memory
 from piecework.planning.page_plan import speed_of
+from piecework.strategies import find_method
 from piecework.strategies.server import MethodServer
 from piecework.training.methods import in_pieces
 
@@ -17,10 +19,23 @@ def remedies(server: MethodServer, refused: Sequence[dict[str, Any]], server_rou
     found = whole_in_less(server, refused, server_round) if whole else []
     if uncut := cut.model.uncut:
         found.append(f"the model is one piece, which no strategy trains in parts, because of {uncut}")
-    elif not cut.can.cuts:
+    elif not cut.can.cuts and fits_in_pieces(server, in_pieces(server.attacks), refused, server_round):
         found.append(f"strategy = {in_pieces(server.attacks)} trains the whole model in pieces")
     found.append("training.batch-size or architecture.width may be smaller, or the fleet may have more memory")
     return [f"{'try' if number == 0 else 'or'}: {remedy}" for number, remedy in enumerate(found)]
+
+
+def fits_in_pieces(server: MethodServer, name: str, refused: Sequence[dict[str, Any]], server_round: int) -> bool:
+    """Return whether the refusing clients can train every part of the model with the strategy of that name."""
+    cut, method = server.method.cut, find_method(name)
+    states = {client["client"]: server.resources.state(client["client"], server_round) for client in refused}
+    budgets = [state.budget_bytes for state in states.values()]
+    pieces = method.make_cut(cut.blueprint, cut.cost_model, cut.settings.with_values({"strategy": name}))
+    try:
+        planner = method(pieces.fit(min(budgets), max(budgets)))
+    except ValueError:  # no client could train anything
+        return False
+    return all(row["clients"] for row in coverage(planner, {c: Trainer(state) for c, state in states.items()}))
 
 
 def whole_in_less(server: MethodServer, refused: Sequence[dict[str, Any]], server_round: int) -> list[str]:

@@ -8,13 +8,14 @@ object:NAME           a module that was given from Python (objects.py)
 NAME                  what an installed package registers under this name (device_profiles/plugins.py)
 """
 
+import ast
 import hashlib
 import inspect
 import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,7 @@ def _load_file(path: Path) -> Any:
         if (folder := str(path.resolve().parent)) not in sys.path:
             sys.path.append(folder)  # last, so that a file there hides no package; it may import those beside it
         try:
+            _require_files_beside(path.resolve())
             with refuse_exit():
                 spec.loader.exec_module(module)
         except BaseException as error:
@@ -115,6 +117,22 @@ def _load_file(path: Path) -> Any:
                 raise
             raise ValueError(f"model: {str(path)!r} cannot be imported: {type(error).__name__}: {error}") from error
     return sys.modules[known]
+
+
+def _require_files_beside(path: Path) -> None:
+    """Raise ImportError if a file imports a name that one beside it has, and Python would find that name elsewhere."""
+    nodes = list(ast.walk(ast.parse(path.read_bytes(), path)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    for name in dict.fromkeys(name.partition(".")[0] for name in names):
+        beside = [file for file in (path.parent / f"{name}.py", path.parent / name / "__init__.py") if file.is_file()]
+        found = find_spec(name) if beside else None
+        if (
+            found
+            and found.origin
+            and not any(file.samefile(found.origin) for file in beside if Path(found.origin).is_file())
+        ):
+            raise ImportError(f"it imports {name!r}, which is {found.origin} here, not {beside[0]}: rename the latter")
 
 
 def _of_library(library: str, name: str, num_classes: int, input_shape: "Shape") -> "nn.Module":

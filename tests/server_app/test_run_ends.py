@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Error, Message
-from helpers import TRIO, RecordingGrid, clients_of, few_digits, run_local, tiny_settings
+from helpers import TRIO, RecordingGrid, clients_of, few_digits, fleet_json, run_local, tiny_settings
 
 import piecework
 from piecework.federation.errors import RunAbortedError, TooFewNodesError
@@ -45,6 +45,13 @@ def test_fedavg_on_small_devices_aborts_and_says_why(tmp_path: Path) -> None:
     assert {c["status"] for c in clients_of(run)} == {"memory"}
     assert run.load_checkpoint() is None  # resumed, the round is done again
     assert not (run.path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("budget", "fits"), [(100_000, False), (700_000, True)])
+def test_pieces_are_a_remedy_only_where_they_fit(budget: int, fits: bool, tmp_path: Path) -> None:
+    with pytest.raises(RunAbortedError) as caught:
+        run_local(tmp_path, strategy="fedavg", fleet=fleet_json(a=budget))
+    assert (" trains the whole model in pieces" in str(caught.value)) == fits
 
 
 def test_max_empty_rounds(tmp_path: Path) -> None:
