@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +26,9 @@ class Sent:
     bytes: int
     time: float
     expires: float
+
+
+Reply = tuple[Sent, Message, float]  # a message, its reply, and the seconds from its sending until the reply was seen
 
 
 class Watch(Protocol):
@@ -57,17 +61,18 @@ class Transport:
     def __init__(self, grid: TimedGrid, in_flight: int, timeout: float) -> None:
         self.grid, self.in_flight, self.timeout = grid, in_flight, timeout
         self.overdue: dict[str, Sent] = {}
-        self._late: list[tuple[Sent, Message, float]] = []
+        self._late: list[Reply] = []
 
     def exchange(
         self, server_round: int, messages: Iterable[Message], watch: Watch | None = None
     ) -> Generator[Message, None, None]:
         """Send messages, with at most `in_flight` unanswered at once, and yield replies as they arrive.
 
-        Messages that are unanswered when the caller closes the generator are overdue. So is one that was awaited as long as
-        `watch` says, before the exchange ends; late replies are then taken in when they arrive.
+        Messages that are unanswered when the caller closes the generator are overdue, and replies that were not yet yielded
+        are late. Overdue is also a message that was awaited as long as `watch` says, before the exchange ends; late replies are
+        then taken in when they arrive.
         """
-        waiting, pending = iter(messages), dict[str, Sent]()
+        waiting, pending, unread = iter(messages), dict[str, Sent](), deque[Reply]()
         last, exhausted = time.monotonic(), False
         deadline = last + self.timeout
         self.grid.answer_by(deadline)
@@ -81,28 +86,40 @@ class Transport:
                 if not pending:
                     return
                 looked = time.monotonic()
-                replies = list(self.grid.pull_messages(set(pending)))
-                came = time.monotonic()
-                for reply in replies:
-                    sent = pending.pop(reply.metadata.reply_to_message_id, None)
-                    if watch is not None and sent is not None:
-                        watch.note_end(sent, came - sent.time, answered=True)
+                unread.extend(self._pull(pending))
+                came, replied = time.monotonic(), bool(unread)
+                while unread:
+                    sent, reply, waited = unread.popleft()
+                    pending.pop(reply.metadata.reply_to_message_id, None)
+                    if watch is not None:
+                        watch.note_end(sent, waited, answered=True)
                     yield reply
                 if watch is not None:
                     self._take_late()
-                    self._give_up(
-                        pending, watch, looked
-                    )  # replies that came while the caller dealt with others are in time
-                if replies:
+                    self._give_up(pending, watch, looked)  # what came while the caller dealt with others is in time
+                if replied:
                     last = time.monotonic()
                 else:  # a reply is then seen at most a tenth later than it came
                     time.sleep(min(MOST_PAUSE, max(LEAST_PAUSE, (came - last) / 10)))
         finally:
             self.grid.answer_by(math.inf)
-            if watch is not None:
-                for sent in pending.values():
-                    watch.note_end(sent, time.monotonic() - sent.time, answered=False)
-            self.overdue |= pending
+            self._close(pending, unread, watch)
+
+    def _pull(self, pending: dict[str, Sent]) -> list[Reply]:
+        """Return the pending messages that have been answered, which remain pending."""
+        replies = list(self.grid.pull_messages(set(pending)))
+        came = time.monotonic()
+        found = ((pending.get(reply.metadata.reply_to_message_id), reply) for reply in replies)
+        return [(sent, reply, came - sent.time) for sent, reply in found if sent is not None]
+
+    def _close(self, pending: dict[str, Sent], unread: Iterable[Reply], watch: Watch | None) -> None:
+        """Make the pending messages of an exchange overdue, and the replies that nobody has read late."""
+        if watch is not None:
+            for sent in pending.values():
+                watch.note_end(sent, time.monotonic() - sent.time, answered=False)
+        answered = {reply.metadata.reply_to_message_id for _, reply, _ in unread}
+        self.overdue |= {identifier: sent for identifier, sent in pending.items() if identifier not in answered}
+        self._late += unread
 
     def _give_up(self, pending: dict[str, Sent], watch: Watch, now: float) -> None:
         """Make those of the pending messages overdue that had been awaited long enough by `now`."""
@@ -118,11 +135,8 @@ class Transport:
         # For a message that Flower cannot accept, e.g. to a node that left, it returns an empty identifier.
         return {i: sent for i in self.grid.push_messages([message]) if i}
 
-    def late(self) -> list[tuple[Sent, Message, float]]:
-        """Return the replies to overdue messages that arrived since the last call, and drop expired messages.
-
-        Each comes with its message, and the seconds from its sending until the reply was seen.
-        """
+    def late(self) -> list[Reply]:
+        """Return the replies to overdue messages that arrived since the last call, and drop expired messages."""
         self._take_late()
         now = time.monotonic()
         self.overdue = {i: sent for i, sent in self.overdue.items() if sent.expires > now}

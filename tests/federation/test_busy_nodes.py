@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 from collections.abc import Iterable
+from contextlib import closing
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -56,6 +57,18 @@ def test_late_replies_and_busy_nodes() -> None:
     ((sent, reply, _),) = transport.late()
     assert (sent.node_id, sent.server_round, reply.metadata.src_node_id) == (3, 1, 3)
     assert transport.busy() == set()
+
+
+def test_replies_pulled_with_the_one_that_ends_a_round_are_late() -> None:
+    identify(1)
+    grid = Dispatcher()
+    transport = Transport(grid, 10, timeout=5.0)
+    grid.ready = {"2/1", "3/1"}
+    with closing(transport.exchange(1, [to(2, 1), to(3, 1), to(4, 1)])) as replies:
+        assert next(replies).metadata.src_node_id == 2
+    ((sent, reply, _),) = transport.late()
+    assert (sent.node_id, reply.metadata.src_node_id) == (3, 3)
+    assert transport.busy() == {4}
 
 
 class Forked(LocalGrid):
