@@ -53,6 +53,7 @@ STATUS_SECONDS = 15.0
 PATIENCE_SECONDS = 180.0
 PAUSE_SECONDS = 5.0
 ENDING_SECONDS = 60.0
+UNREACHABLE = "Connection to the SuperLink is unavailable"  # what Flower says of each failure to connect
 LOG = logging.getLogger("piecework")
 
 
@@ -219,7 +220,9 @@ def follow(home: FlowerHome, settings: Settings, run_dir: RunDir, on_round: OnRo
     try:
         submitted = home.command("run", str(app), "piecework", "--run-config", str(config), *arguments)
     except EngineError as error:
-        raise EngineError(home.connection.explain() or str(error)) from error
+        own = "" if UNREACHABLE in str(error) else str(error)  # the cause may be another: this says more
+        told = "\n".join(filter(None, (own, home.connection.explain())))
+        raise EngineError(told or str(error)) from error
     run_id = str(submitted["run-id"])
     try:
         status = watch(home, run_id, run_dir, seen, before, on_round, known, killed)

@@ -54,25 +54,35 @@ class Connection:
 
     def explain(self) -> str:
         """Return why this SuperLink cannot be reached, as a TLS handshake tells it, which Flower does not; empty if it can."""
-        host, _, port = self.address.rpartition(":")
         context, trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.root_certificates
         try:
             if trusted is None:
                 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             else:
                 context.load_verify_locations(trusted)
-            with socket.create_connection((host.strip("[]"), int(port)), TLS_SECONDS) as plain:
-                context.wrap_socket(plain, server_hostname=host).close()
-        except ssl.SSLError as error:
-            hint = "give its CA, and a HOST that its certificate names"
-            return f"no SuperLink with TLS of {trusted} answers at {self.address}: {error}; {hint}" if trusted else ""
         except OSError as error:
+            return f"--root-certificates {trusted} cannot be used: {error}"
+        host, _, port = self.address.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address, which a certificate names without them
+        try:
+            plain = socket.create_connection((host, int(port)), TLS_SECONDS)
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name that a host can have
             return f"nothing answers at {self.address}: {error}"
-        return (
-            ""
-            if trusted
-            else f"the SuperLink at {self.address} speaks TLS: give --root-certificates FILE, not --insecure"
-        )
+        with plain:
+            return self._shake_hands(context, plain, host)
+
+    def _shake_hands(self, context: ssl.SSLContext, plain: socket.socket, host: str) -> str:
+        trusted = self.root_certificates
+        try:
+            context.wrap_socket(plain, server_hostname=host).close()
+        except ssl.SSLCertVerificationError as error:
+            hint = "give its CA, and a HOST that its certificate names"
+            return f"no SuperLink with TLS of {trusted} answers at {self.address}: {error}; {hint}"
+        except OSError as error:  # there is no TLS, which only a connection with TLS needs
+            hint = "a SuperLink without TLS is reached by --insecure, instead of --root-certificates"
+            return f"what answers at {self.address} does not speak TLS: {error}; {hint}" if trusted else ""
+        told = f"the SuperLink at {self.address} speaks TLS: give --root-certificates FILE, not --insecure"
+        return "" if trusted else told
 
 
 class FlowerHome:
