@@ -84,18 +84,19 @@ def complete(given_values: Scalars, *, there: bool = False) -> Settings:
 
     values = given_values | ({"engine": "deployment"} if there else {})
     given, resumed = set(values), str(values.get("resume-from", ""))
-    if resumed not in ("", "auto"):
-        values = settings_of_run(resumed) | values
-        given |= {"workers"}  # as many as this machine has cores
-        if not there and (values["run.superlink"] or not values["clients"]):
-            raise SettingsError(
-                f"resume-from = {resumed!r}: that run had the clients of a SuperLink, whose data and devices are not here: go "
-                f"on with them by --superlink {values['run.superlink'] or 'HOST:PORT'}, and --root-certificates or --insecure"
-            )
-    elif not there and values.get("run.superlink"):
+    if not there and values.get("run.superlink"):
         raise SettingsError(
             f"run.superlink = {values['run.superlink']!r}: --superlink sets it, and says how to trust it"
         )
+    if resumed not in ("", "auto"):
+        of_run = settings_of_run(resumed)
+        values = of_run | values
+        given |= {"workers"}  # as many as this machine has cores
+        if not there and (of_run["run.superlink"] or not values["clients"]):
+            raise SettingsError(
+                f"resume-from = {resumed!r}: that run had the clients of a SuperLink, whose data and devices are not here: go "
+                f"on with them by --superlink {of_run['run.superlink'] or 'HOST:PORT'}, and --root-certificates or --insecure"
+            )
     elif not values.get("clients"):
         values["clients"] = default_clients(values, there)
     if os.environ.get("PIECEWORK_DATA"):
@@ -105,8 +106,8 @@ def complete(given_values: Scalars, *, there: bool = False) -> Settings:
     # The settings that a run started with do not prevent its resumption.
     require_used(settings, None if resumed in ("", "auto") else given)
     resolved = readable_anywhere(settings) | {"workers": default_workers(settings.workers)}
-    of_run = resolved.keys() - given if resumed not in ("", "auto") else set()  # as the run has them
-    return settings.with_values({key: value for key, value in resolved.items() if key not in of_run})
+    kept = resolved.keys() - given if resumed not in ("", "auto") else set()  # as the run has them
+    return settings.with_values({key: value for key, value in resolved.items() if key not in kept})
 
 
 def add_preset(asked_for: Scalars, preset: str) -> Scalars:

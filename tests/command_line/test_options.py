@@ -129,10 +129,16 @@ def test_a_run_on_a_superlink_is_resumed_on_one(tmp_path: Path) -> None:
     resuming = [f"resume-from={tmp_path}"]
     with pytest.raises(SettingsError, match=r"that run had the clients of a SuperLink.* by --superlink host:9093, and"):
         settings_from("", resuming)
+    with pytest.raises(SettingsError, match=r"that run had the clients of a SuperLink.* by --superlink host:9093, and"):
+        settings_from("", [*resuming, "run.superlink="])  # no way around it
     moved = settings_from("", resuming, connection=Connection("other:9093", None))
     assert moved.run.superlink == "other:9093"
     with pytest.raises(SettingsError, match=r"run\.superlink = 'host:9093': --superlink sets it"):
         settings_from("", ["run.superlink=host:9093"])
     with pytest.raises(SettingsError, match=r"--superlink other:9093 contradicts --set run\.superlink=host:9093"):
         settings_from("", ["run.superlink=host:9093"], connection=Connection("other:9093", None))
-    assert settings_from("", []).run.superlink == ""
+    here = settings_from("", [])
+    assert here.run.superlink == ""
+    RunDir(tmp_path / "here").create(here)
+    with pytest.raises(SettingsError, match=r"run\.superlink = 'host:9093': --superlink sets it"):  # it had none
+        settings_from("", [f"resume-from={tmp_path / 'here'}", "run.superlink=host:9093"])
