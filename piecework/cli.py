@@ -169,6 +169,7 @@ def run_one(
 
     Returns the summary, and the exit code of the signal that ended the run, or 0.
     """
+    from piecework.engines.launch import SuperLinkLostError
     from piecework.report.progress import RoundProgress
     from piecework.server_app.run_folder import COMPLETED, STOPPED
 
@@ -177,7 +178,8 @@ def run_one(
     found = carry_out(settings, RoundProgress(settings.num_rounds, err), restarts, connection)
     show_run(found.run_dir, found.summary, found.reason, as_json)
     kept = found.summary["status"] != COMPLETED and found.run_dir.last_complete_round()
-    if kept or found.summary["status"] == STOPPED:
+    going_on = isinstance(found.error, SuperLinkLostError)  # perhaps: its message says to look after it first
+    if (kept and not going_on) or found.summary["status"] == STOPPED:
         err.print(how_to_go_on(found.run_dir, connection), highlight=False, soft_wrap=True)
     return found.summary, code_of(found.signal)
 

@@ -17,6 +17,7 @@ from piecework.studies.results import last_accuracy
 
 TERMINATED = 143  # exit code after SIGTERM
 ENDED_BY_SIGNAL = (130, TERMINATED)
+HOW_TO_GO_ON = "resume it: "  # begins the last line of a run that did not complete (how_to_go_on in cli.py)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def reason_in_log(folder: Path) -> str:
 
 
 def reason_in(lines: Sequence[str]) -> str:
-    """Return the last line that says that it is an error, else the last line that says anything; empty without one."""
-    said = [line for line in lines if line.strip()]
+    """Return the last line that says that it is an error, else the last one that says more than how to go on; else nothing."""
+    said = [line for line in lines if line.strip() and not line.startswith(HOW_TO_GO_ON)]
     errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
     return (errors or said or [""])[-1]
 

@@ -14,14 +14,14 @@ import psutil
 import pytest
 from claims_harness import IN_ORDER, NOBODY, SMALL, Harness, Process
 from claims_helpers import a_claim, finish
-from helpers import few_digits
+from helpers import few_digits, tiny_settings
 from typer.testing import CliRunner
 
 from benchmarks.claims import jobs
 from benchmarks.claims import runner as of_claims
 from benchmarks.claims.jobs import Job
 from benchmarks.claims.runner import ROOT, Options
-from piecework.cli import app
+from piecework.cli import app, how_to_go_on
 from piecework.server_app.records import RunDir
 from piecework.server_app.run_lock import run_lock
 from piecework.studies import queue, runner
@@ -124,9 +124,12 @@ def test_a_damaged_note_costs_its_run_alone(harness: Harness) -> None:
     assert said.startswith(f"{IN_ORDER[3]} is left alone: {note} is damaged: ")
 
 
-def test_the_reason_in_a_log() -> None:
+def test_the_reason_in_a_log(tmp_path: Path) -> None:
     lines = ["round 1", "error: no data set", "try: another", " "]
     assert [reason_in(each) for each in (lines, lines[:1], [" "], [])] == ["no data set", "round 1", "", ""]
+    run = RunDir(tmp_path)
+    run.create(tiny_settings())
+    assert reason_in(["failed: no answer from host:1", how_to_go_on(run, None)]) == "failed: no answer from host:1"
 
 
 def test_an_older_summary_is_not_the_reason(harness: Harness) -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import piecework.engines.launch as launching
 from piecework.cli import app
 from piecework.commands.options import settings_from
+from piecework.engines.launch import SuperLinkLostError
 from piecework.federation.errors import RunAbortedError
 from piecework.server_app import experiment, rounds
 from piecework.server_app.local_grid import LocalGrid
@@ -247,14 +248,22 @@ def test_a_signal_before_the_final_evaluation_stops_the_run(
     assert how_stopped(run)[0] == ended
 
 
+@pytest.mark.parametrize(
+    ("error", "resumed"),
+    [
+        (RunAbortedError("the server was unplugged"), True),
+        (SuperLinkLostError("no answer from host:1, where run 1 may go on: look after it"), False),
+    ],
+)
 def test_a_run_that_failed_after_a_checkpoint_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But not one that may still be going on elsewhere."""
     plain = rounds.Run.one_round
 
     def fail_in_the_second(run: rounds.Run, server_round: int) -> Any:
         if server_round == 2:
-            raise RunAbortedError("the server was unplugged")
+            raise error
         return plain(run, server_round)
 
     monkeypatch.setattr(rounds.Run, "one_round", fail_in_the_second)
@@ -263,5 +272,5 @@ def test_a_run_that_failed_after_a_checkpoint_says_how_to_go_on(
     done = CliRunner(env={"COLUMNS": "1000"}).invoke(app, [*words, *(f"--set={text}" for text in sets)])
     (path,) = [each.parent for each in tmp_path.glob("*/settings.toml")]
     assert done.exit_code == 1
-    assert "the server was unplugged" in done.stderr
-    assert done.stderr.splitlines()[-1] == f"resume it: piecework run --set resume-from={path}"
+    said = [f"failed: {error}"] + [f"resume it: piecework run --set resume-from={path}"] * resumed
+    assert done.stderr.splitlines()[-len(said) :] == said
