@@ -21,6 +21,8 @@ import click
 from flwr.supercore import log
 from flwr.supercore.utils import get_flwr_home
 
+NO_PORT = "Runtime HTTP API failed to start"  # Flower's error if --port is taken
+
 
 def main() -> None:
     """Be a SuperNode until told to end."""
@@ -36,9 +38,12 @@ def main() -> None:
     (command,) = entry_points(group="console_scripts", name="flower-supernode")
     try:
         command.load()()
-    except (click.ClickException, RuntimeError) as error:  # wrong arguments, or a port that is taken
-        hint = "; a second SuperNode on a machine needs another --port" if "HTTP API" in str(error) else ""
-        sys.exit(f"piecework-supernode: {error}{hint}")
+    except click.ClickException as error:  # wrong arguments
+        sys.exit(f"piecework-supernode: {error}")
+    except RuntimeError as error:
+        if NO_PORT not in str(error):  # an error of its work, whose place is in the traceback
+            raise
+        sys.exit(f"piecework-supernode: {str(error).rstrip('.')}; a second SuperNode on a machine needs another --port")
 
 
 def parse_seconds(text: str) -> float:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -316,3 +318,21 @@ def test_a_supernode_with_wrong_arguments_says_so_in_a_line() -> None:
         "piecework-supernode: The provided configuration string is in an invalid"
     )
     assert "Traceback" not in done.stderr
+
+
+def test_only_what_prevents_a_start_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the months after it has its traceback."""
+    said = list[str]()
+
+    def fail() -> NoReturn:
+        raise RuntimeError(said[-1])
+
+    monkeypatch.setattr(sys, "argv", ["piecework-supernode", "--isolation", "process"])
+    monkeypatch.setattr(supernode, "look_every", lambda _: None)
+    monkeypatch.setattr(supernode, "entry_points", lambda **_: [SimpleNamespace(load=lambda: fail)])
+    said.append("SuperNode Runtime HTTP API failed to start.")
+    with pytest.raises(SystemExit, match=r"^piecework-supernode: SuperNode .* to start; a second .* another --port$"):
+        supernode.main()
+    said.append("can't start new thread")
+    with pytest.raises(RuntimeError, match=r"^can't start new thread$"):
+        supernode.main()
