@@ -129,10 +129,12 @@ def nothing_left(run_dir: RunDir, settings: Settings, recovery: Recovery) -> boo
 def all_written(run_dir: RunDir) -> bool:
     """Return whether a run that has begun wrote its model and, if one is due, the final evaluation, which come last.
 
-    One is due under attack, and where the last round was not evaluated. All are withdrawn when a run starts or resumes.
+    One is due under attack, where the last round was not evaluated, and where all clients measured the batch norms anew because
+    the run ended early. All are withdrawn when a run starts or resumes.
     """
-    settings, rounds = Settings.from_run_config(run_dir.settings()), run_dir.rounds()
-    unevaluated = bool(rounds) and rounds[-1]["accuracy"] is None and not rounds[-1].get("personal")
+    settings, last = Settings.from_run_config(run_dir.settings()), (run_dir.rounds() or [{}])[-1]
+    early = last.get("batch_norm") == "static" and last["round"] < settings.num_rounds
+    unevaluated = bool(last) and not last.get("personal") and (last["accuracy"] is None or early)
     attacked = (
         trains_adversarially(find_method(settings.strategy).can, settings) or settings.evaluation.autoattack_examples
     )

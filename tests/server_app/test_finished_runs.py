@@ -227,21 +227,27 @@ def test_ctrl_c_leaves_the_other_seeds(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "personal", "final", "ended"),
+    ("last", "final", "ended"),
     [
-        (0.5, False, False, "completed"),
-        (None, False, False, "stopped"),
-        (None, False, True, "completed"),
-        (None, True, False, "completed"),
+        ({"accuracy": 0.5}, False, "completed"),
+        ({"accuracy": None}, False, "stopped"),
+        ({"accuracy": None}, True, "completed"),
+        ({"accuracy": None, "personal": True}, False, "completed"),
+        ({"accuracy": 0.5, "batch_norm": "static"}, False, "stopped"),
+        ({"accuracy": 0.5, "batch_norm": "static"}, True, "completed"),
+        ({"accuracy": 0.5, "batch_norm": "static", "round": 2}, False, "completed"),
     ],
 )
 def test_a_signal_before_the_final_evaluation_stops_the_run(
-    accuracy: float | None, personal: bool, final: bool, ended: str, tmp_path: Path
+    last: dict[str, Any], final: bool, ended: str, tmp_path: Path
 ) -> None:
-    """That is due if the last round was not evaluated, as of stages that end early. Clients' own models have none."""
+    """That is due if the last round was not evaluated, as of stages that end early, and if a run of static batch norms ended
+    early, because clients then measure them again. Clients' own models have none.
+    """
     run = RunDir(tmp_path)
-    run.create(tiny_settings(strategy="fedavg"))
-    run.append_round({"round": 1, "accuracy": accuracy, "personal": personal})
+    run.create(tiny_settings(strategy="fedavg", num_rounds=2))
+    for server_round in range(1, last.get("round", 1) + 1):
+        run.append_round({"round": server_round, "personal": False} | last | {"round": server_round})
     (tmp_path / "model.safetensors").touch()
     if final:
         run.write_final({"accuracy": 0.5})
