@@ -83,7 +83,7 @@ def run_study(
     try:
         go_on(folder, definition, err, given=asked, options=options)
     except (KeyboardInterrupt, SystemExit):
-        err.print(f"go on with the study: {command_of(folder)}", highlight=False, soft_wrap=True)
+        err.print(f"go on with the study: {command_of(folder, options)}", highlight=False, soft_wrap=True)
         raise
     found = Study(folder)
     print(json.dumps(found.record)) if as_json else show_lines(found.tables())

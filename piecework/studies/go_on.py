@@ -1,21 +1,23 @@
 """Carry out a study: start what is missing, and show how far it is."""
 
 import math
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from piecework import __version__
 from piecework.commands.console import PlainConsole
-from piecework.server_app.records import RunDir
+from piecework.server_app.records import CheckpointError, RunDir
 from piecework.studies.notes import State, this_machine
 from piecework.studies.queue import Options, Queue, Words
 from piecework.studies.runner import carry_out
 from piecework.studies.status import StudyStatus, status_of
 from piecework.studies.study import FREE, Study, StudyPlan
-from piecework.training.settings import Scalar
+from piecework.training.settings import Scalar, SettingsError
 
 BAR = 16  # columns
 LOOK = 30.0  # seconds after which the time left is estimated anew during a run
@@ -34,11 +36,13 @@ def go_on(
 
     The console shows a line where a run starts and ends, and on a terminal a bar; None shows nothing. Of the settings that were
     `given` now, resumed runs have those that say how they are carried out. `options` are further words of each command line.
+    Raises SettingsError for a study on a SuperLink that is to go on without one.
     """
+    require_its_nodes(folder, study, options)
     study.write(folder)
     words = Words(
         starter="the study",
-        command=command_of(folder),
+        command=command_of(folder, options),
         retry="to try it again, remove its folder and the note beside it (.json)",
     )
     of_runs = Options(
@@ -55,9 +59,25 @@ def go_on(
     return status_of(study, folder)
 
 
-def command_of(folder: Path) -> str:
-    """Return the command that goes on with a study."""
-    return f"piecework run --study {folder}"
+def require_its_nodes(folder: Path, study: Study, options: Sequence[str]) -> None:
+    """Raise SettingsError if a run of the study had the nodes of a SuperLink, and `options` name none.
+
+    That run would be refused; those that have not begun would have emulated clients, and be compared with it.
+    """
+    if "--superlink" in options:
+        return
+    for run in (RunDir(job.folder(folder)) for job in study.jobs()):
+        with suppress(CheckpointError):  # of a run that is missing or damaged, of which the queue speaks
+            if address := run.settings().get("run.superlink"):
+                raise SettingsError(
+                    f"{run.path} had the clients of the SuperLink {address}, whose data and devices are not here: go on with "
+                    f"the study by --superlink {address}, and --root-certificates or --insecure"
+                )
+
+
+def command_of(folder: Path, options: Sequence[str] = ()) -> str:
+    """Return the command that goes on with a study, with the options that its runs were given."""
+    return shlex.join(["piecework", "run", "--study", str(folder), *options])
 
 
 class StudyProgress:

@@ -17,6 +17,9 @@ from typer.testing import CliRunner
 import piecework
 from piecework.cli import app
 from piecework.commands.console import PlainConsole
+from piecework.commands.options import settings_from
+from piecework.engines.processes import Connection
+from piecework.server_app.records import RunDir
 from piecework.studies import queue, runner
 from piecework.studies.ask import find_study, parse_sweep, read_sweep
 from piecework.studies.go_on import StudyProgress
@@ -198,6 +201,27 @@ def test_ctrl_c_says_how_to_go_on(here: Here, monkeypatch: pytest.MonkeyPatch) -
     stopped = f"was stopped after round 0, because the study was stopped; `{again}` goes on with it"
     assert f"strategy=fedavg seed=1 {stopped}" in done.stderr
     assert f"go on with the study: {again}" in done.stderr
+    there = ("--superlink", "host:8000", "--insecure")
+    monkeypatch.setattr(queue, "spawn", lambda words, log: Process(None))
+    assert f"go on with the study: {again} {' '.join(there)}\n" in here.run("--study", "s", *there).stderr
+
+
+def test_a_study_on_a_superlink_goes_on_there(here: Here) -> None:
+    """Else the runs that it still lacks would have emulated clients, and be compared with those of boards."""
+    words, there = (
+        ("--study", "s", "--seeds", "1", "--strategies", "fedavg"),
+        ("--superlink", "host:8000", "--insecure"),
+    )
+    here.run(*words)
+    (run,) = here.folder.glob("runs/s/fedavg-seed1-*/")
+    RunDir(run).create(settings_from("", [], connection=Connection("host:8000", None)))
+    before = (run.parent / "study.toml").read_text("utf-8")
+    refused = here.run("--study", "s", "--seeds", "2")
+    assert refused.exit_code == 2
+    assert f"{run} had the clients of the SuperLink host:8000" in refused.stderr
+    assert (here.words, (run.parent / "study.toml").read_text("utf-8")) == ([], before)
+    assert here.run("--study", "s", "--seeds", "2", *there).exit_code == 0
+    assert [given[1:4] for given in here.words] == [list(there)]
 
 
 def test_a_terminal_is_shown_how_far_it_is(here: Here) -> None:
