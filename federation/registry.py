@@ -109,6 +109,7 @@ class ClientRegistry:
     _claims: Claims = field(default_factory=Claims)
     _asked: dict[str, tuple[int, float]] = field(default_factory=dict)
     _failed: dict[int, tuple[str, float]] = field(default_factory=dict)
+    _gone: list[str] = field(default_factory=list)  # the last of those that failed and left
 
     def wait_for_clients(self, grid: Grid, timeout: float, enough: int = 0) -> None:
         """Wait until all clients are connected. After `timeout` seconds, `enough` of them suffice, unless that is 0.
@@ -126,7 +127,7 @@ class ClientRegistry:
             if late:
                 refused = [
                     f"{self._describe_node(node)}: {reason}" for node, (reason, _) in sorted(self._failed.items())
-                ]
+                ] or self._gone
                 raise TooFewNodesError(
                     f"{len(self.members)} of {expected or 'at least 1'} clients connected within {timeout:g} s "
                     "(messages.node-timeout): start more nodes, lower `clients`, or give each node its own partition-id"
@@ -150,7 +151,8 @@ class ClientRegistry:
         online, now = set(grid.get_node_ids()), time.monotonic()
         self._online = online
         self._asked = {message: sent for message, sent in self._asked.items() if sent[0] in online}
-        self._failed = {node: failed for node, failed in self._failed.items() if node in online}
+        for node in sorted(self._failed.keys() - online):  # as of a device that starts anew after each error
+            self._gone = [f"{self._describe_node(node)}, which is gone: {self._failed.pop(node)[0]}"]
         self._claims.keep(online)
         waiting = {node for node, _ in self._asked.values()}
         waiting |= {node for node, (_, since) in self._failed.items() if now - since < AGAIN_SECONDS}

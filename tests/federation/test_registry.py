@@ -94,6 +94,16 @@ def test_before_a_run_two_nodes_with_one_number_are_both_refused(monkeypatch: py
     assert it.registry.unusable() == []
 
 
+def test_why_a_node_was_refused_is_told_when_it_is_gone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a board that starts anew after each error may be when the time is up."""
+    it = Gathering(monkeypatch, started=False)
+    assert it.see((5, 7, "shed")) == {}
+    with pytest.raises(
+        TooFewNodesError, match=r"^0 of 2 .* Not used: node 5 \('shed'\), which is gone: .*7 is out of range"
+    ):
+        it.registry.wait_for_clients(Nodes({}), 0.0)
+
+
 def test_nodes_refused_before_the_run_stay_so_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that began with `faults.min-clients`: neither is admitted until the other is gone, then it may be."""
     it = Gathering(monkeypatch, started=False)
