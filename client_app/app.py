@@ -78,6 +78,7 @@ def query_device(message: Message, context: Context) -> Message:
         available = memory_for_training(
             find_device(settings.training.accelerator)
         )  # before the probes, which use memory themselves
+        torch.set_num_threads(settings.training.torch_threads)  # else its speed is that of all cores, which no task has
         measured = measure_device(folder)
         metrics |= {
             "memory-available": available,

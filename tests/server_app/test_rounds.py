@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Message, RecordDict
 from helpers import (
     TRIO,
@@ -23,7 +24,9 @@ from helpers import (
     training,
 )
 
+from piecework.client_app import app as client
 from piecework.client_app import prepare
+from piecework.device_profiles.profile import MeasuredDevice
 from piecework.federation.transport import Transport
 from piecework.server_app.experiment import run_experiment
 from piecework.server_app.local_grid import LocalGrid
@@ -217,6 +220,30 @@ def test_a_device_that_is_refused_reports_what_it_had(tmp_path: Path, monkeypatc
     found = [[(c["status"], c["budget"]) for c in record["clients"]] for record in run.rounds()]
     rich = "ok", 10**9 - 2**26
     assert found == [[rich, ("memory", 0)], [rich, ("memory", 0)], [rich, rich]]
+
+
+def test_a_device_measures_its_speed_with_the_threads_of_its_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, threads = torch.get_num_threads(), list[int]()
+
+    def measure(folder: Path) -> MeasuredDevice:
+        threads.append(torch.get_num_threads())
+        torch.set_num_threads(3)  # as the process of the next question may have
+        return MeasuredDevice(10**9, 1e9, 1e8)
+
+    monkeypatch.setattr(client, "measure_device", measure)
+    given = {"strategy": "fedavg", "num_rounds": 1, "clients": 2, "fleet": "demo", "training__torch_threads": 2}
+    settings = tiny_settings(output_dir=str(tmp_path), **given)
+    torch.set_num_threads(3)
+    try:
+        with LocalGrid(
+            2, settings.to_run_config(), 1, {"device": "auto", "state-dir": str(tmp_path / "device")}
+        ) as grid:
+            run_experiment(grid, settings, RunDir(tmp_path / "run"))
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [2, 2]
 
 
 def checkpoint_state(run: RunDir) -> str:
