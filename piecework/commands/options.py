@@ -86,7 +86,8 @@ def complete(given_values: Scalars, *, there: bool = False) -> Settings:
     given, resumed = set(values), str(values.get("resume-from", ""))
     if not there and values.get("run.superlink"):
         raise SettingsError(
-            f"run.superlink = {values['run.superlink']!r}: --superlink sets it, and says how to trust it"
+            f"run.superlink = {values['run.superlink']!r}: --superlink sets it, and says how to trust it; to do without its "
+            "nodes, with emulated clients, give --set run.superlink="
         )
     if resumed not in ("", "auto"):
         of_run = settings_of_run(resumed)
@@ -292,8 +293,8 @@ def connection_to(
             )
         return None
     host, _, port = superlink.rpartition(":")
-    if not (host and port.isdecimal()):
-        raise SettingsError(f"--superlink {superlink}: expected HOST:PORT")
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise SettingsError(f"--superlink {superlink}: expected HOST:PORT, with a port from 1 to 65535")
     if insecure == (root_certificates is not None):
         raise SettingsError(f"--superlink {superlink}: give either --root-certificates FILE or --insecure")
     if root_certificates is not None and not root_certificates.is_file():

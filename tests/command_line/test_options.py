@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import piecework
 from piecework.cli import app
 from piecework.commands.base import SHORTHANDS, with_shorthands
-from piecework.commands.options import OPTIONS, settings_from
+from piecework.commands.options import OPTIONS, connection_to, settings_from
 from piecework.device_profiles.names import did_you_mean
 from piecework.engines.processes import Connection
 from piecework.server_app.records import RunDir
@@ -119,6 +119,12 @@ def test_the_module_is_the_command_and_has_a_version(tmp_path: Path) -> None:
     call = [sys.executable, "-m", "piecework", "--version"]
     done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == f"piecework {piecework.__version__}\n"
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":9093", "host:0", "host:65536", "host:x"])
+def test_a_superlink_has_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(SettingsError, match=f"^--superlink {address}: expected HOST:PORT, with a port from 1 to 65535"):
+        connection_to(address, None, insecure=True)
 
 
 def test_a_run_on_a_superlink_is_resumed_on_one(tmp_path: Path) -> None:
