@@ -8,6 +8,7 @@ from piecework.device_profiles.documents import read_toml
 from piecework.device_profiles.plugins import KINDS, list_plugins
 from piecework.training.settings import Scalar, SettingsError
 
+FILE = "pyproject.toml"
 PROJECT, SERVER_APP = "piecework", "piecework.flower_server:app"
 LOG = logging.getLogger("piecework")
 
@@ -18,7 +19,7 @@ def find_app(asked_for: dict[str, Scalar]) -> str:
     The result is empty for Piecework itself, whose settings are the defaults, and for a run to resume, which has its own.
     Raises SettingsError if the app, or what was asked for, names a plugin of the app, whose package is not installed.
     """
-    file = Path("pyproject.toml")
+    file = Path(FILE)
     if asked_for.get("resume-from", "") not in ("", "auto") or not file.is_file():
         return ""
     try:

@@ -9,10 +9,11 @@ from typing import Any
 
 from piecework.api.keywords import flatten, read_value
 from piecework.commands.options import parse_assignment, read_preset
+from piecework.commands.own_app import FILE as APP_FILE
 from piecework.commands.own_app import find_app
 from piecework.device_profiles.documents import abbreviate, read_toml
 from piecework.models.imported.objects import is_object
-from piecework.studies.study import FILE, OWN, Study, extended, readable
+from piecework.studies.study import FILE, FREE, OWN, Study, extended, readable
 from piecework.training.settings import Scalar, Settings, SettingsError
 
 Scalars = dict[str, Scalar]
@@ -29,6 +30,7 @@ def find_study(name: str, asked_for: Scalars, preset: str, sweep: Sweep, seeds: 
     for key in OWN:
         if key != "output-dir" and (key in asked_for or key in sweep):
             raise SettingsError(f"{key} is decided for each run of a study{': give --seeds' if key == 'seed' else ''}")
+    require_compared(sweep)
     if both := asked_for.keys() & sweep.keys():
         raise SettingsError(f"{min(both)} is given one value, and swept over several: give one of them")
     asked = {key: value for key, value in asked_for.items() if key != "output-dir"}
@@ -44,6 +46,16 @@ def find_study(name: str, asked_for: Scalars, preset: str, sweep: Sweep, seeds: 
         require_new(folder, bool(seeds or sweep))
     new = requested(asked, preset, below, sweep, seeds)
     return folder, new if known is None else extended(known, new.sweep, new.settings, seeds)
+
+
+def require_compared(sweep: Sweep) -> None:
+    """Raise SettingsError for a swept setting that changes none of a run's numbers: all its values would be one run."""
+    for key in FREE:
+        if key in sweep:
+            given = ", ".join(map(str, sweep[key]))
+            raise SettingsError(
+                f"{key} = {given}: it changes none of a run's numbers, so it is not swept: give one value"
+            )
 
 
 def require_new(folder: Path, compares: bool) -> None:
@@ -85,7 +97,7 @@ def requested(asked: Scalars, preset: str, below: Scalars, sweep: Sweep, seeds: 
         raise SettingsError(f"{', '.join(wrong)}: no run of this study uses it: leave it out")
     if not unused:
         return study
-    LOG.warning("--preset %s: these have no effect with what was given: %s", preset, ", ".join(unused))
+    LOG.warning("--preset %s: these have no effect with what was given: %s", preset or APP_FILE, ", ".join(unused))
     return study.model_copy(update={"settings": {k: v for k, v in study.settings.items() if k not in unused}})
 
 

@@ -114,6 +114,7 @@ def test_rows_and_seeds_extend_a_study(here: Here) -> None:
         (["--sweep", "training.lr=0.1,0.1"], "expected different values, separated by commas"),
         (["--sweep", "training.lr"], "expected KEY=VALUE,VALUE"),
         (["--sweep", "training.lr=0,1"], "training.lr = 0"),
+        (["--sweep", "workers=1,2"], "workers = 1, 2: it changes none of a run's numbers, so it is not swept"),
     ],
 )
 def test_what_contradicts_a_study_is_refused(here: Here, words: list[str], said: str) -> None:
@@ -264,6 +265,15 @@ def test_a_preset_s_own_settings_stay_with_its_system(tmp_path: Path) -> None:
     assert [row.settings.get("fedprox.mu") for row in study.rows] == [None, 0.3]
     _, other = find_study("new", asked, preset, parse_sweep("fedavg,heterofl", []), [])
     assert "fedprox.mu" not in other.settings
+
+
+def test_what_has_no_effect_is_said_of_the_app_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text(f'{APP}strategy = "fedprox"\nfedprox.mu = 0.3\n', "utf-8")
+    find_study("new", {"strategy": "fedavg"}, "", {}, [1])
+    assert "--preset pyproject.toml: these have no effect with what was given: fedprox.mu" in caplog.text
 
 
 def test_the_identity_of_a_run_is_what_its_numbers_depend_on(tmp_path: Path) -> None:
