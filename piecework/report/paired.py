@@ -4,6 +4,7 @@ Runs with the same seed share what it decides (the partition of the data, the de
 difference says more than that of two means.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import comb
@@ -94,10 +95,16 @@ def pair_groups(groups: Sequence[Group]) -> list[Pair]:
     return found
 
 
-def by_seed(group: Group, measure: str) -> dict[int, float]:
-    """Return the accuracy of the completed run with each seed; without seeds that several have, which are repetitions."""
+def completed(group: Group) -> dict[int, RunResult]:
+    """Return the completed run with each seed; without seeds that several have, which are repetitions."""
     runs = [(seed, run) for seed, run in zip(group.seeds, group.runs, strict=True) if run.status == COMPLETED]
-    known = {seed: accuracy_of(run, measure) for seed, run in runs if seed not in group.repeated}
+    counts = Counter(seed for seed, _ in runs)
+    return {seed: run for seed, run in runs if counts[seed] == 1}
+
+
+def by_seed(group: Group, measure: str) -> dict[int, float]:
+    """Return the accuracy of the completed run with each seed."""
+    known = {seed: accuracy_of(run, measure) for seed, run in completed(group).items()}
     return {seed: value for seed, value in known.items() if value is not None}
 
 
@@ -143,16 +150,23 @@ def explain(pairs: Sequence[Pair]) -> str:
 
 
 def unequal_rounds(pairs: Iterable[Pair], groups: Sequence[Group]) -> list[str]:
-    """Return which groups ran other numbers of rounds than the first, with which they are compared; empty if none did."""
-    compared = {pair.group for pair in pairs}
-    ran = {mark: span(run.rounds for run in group.runs) for mark, group in zip(marks(groups), groups, strict=True)}
+    """Return which groups ran other numbers of rounds than the first, with the seeds that are compared; empty if none did."""
+    rounds = {
+        mark: {seed: run.rounds for seed, run in completed(group).items()}
+        for mark, group in zip(marks(groups), groups, strict=True)
+    }
+    compared: dict[str, set[int]] = {}
+    for pair in pairs:
+        compared.setdefault(pair.group, set()).update(pair.differences)
     first = marks(groups)[0]
-    others = [f"{mark} ran {ran[mark]}" for mark in ran if mark in compared and ran[mark] != ran[first]]
-    return (
-        [f"{first} ran {ran[first]} rounds, and {', '.join(others)}: a difference may come from that."]
-        if others
-        else []
-    )
+    unequal = {
+        mark: seeds for mark, seeds in compared.items() if any(rounds[mark][n] != rounds[first][n] for n in seeds)
+    }
+    if not unequal:
+        return []
+    others = [f"{mark} ran {span(rounds[mark][seed] for seed in seeds)}" for mark, seeds in unequal.items()]
+    own = span(rounds[first][seed] for seeds in unequal.values() for seed in seeds)
+    return [f"{first} ran {own} rounds, and {', '.join(others)}: a difference may come from that."]
 
 
 def paired_tables(groups: Sequence[Group]) -> list[Table | Text]:

@@ -6,7 +6,15 @@ import pytest
 from report_helpers import make_run, text_of, two_rounds
 
 from piecework.report.compare import Group, group_runs
-from piecework.report.paired import Pair, explain, pair_groups, paired_rows, paired_section, paired_tables
+from piecework.report.paired import (
+    Pair,
+    explain,
+    pair_groups,
+    paired_rows,
+    paired_section,
+    paired_tables,
+    unequal_rounds,
+)
 from piecework.server_app.records import RunDir
 
 ENDS = {"fedavg": {1: 0.50, 2: 0.60, 3: 0.70, 4: 0.80}, "heterofl": {1: 0.53, 2: 0.62, 3: 0.71}}
@@ -52,9 +60,11 @@ def test_only_completed_runs_count_and_no_repetitions(tmp_path: Path) -> None:
     groups_of(tmp_path, {"fedavg": {2: 0.6, 3: 0.7}, "heterofl": {1: 0.5, 2: 0.6, 3: 0.7}})
     make_run(tmp_path / "failed", two_rounds(0.1, 0.2), "failed", strategy="fedavg", seed=1)
     make_run(tmp_path / "again", two_rounds(0.1, 0.2), strategy="heterofl", seed=2)
+    make_run(tmp_path / "tried", two_rounds(0.1), "failed", strategy="fedavg", seed=3)  # and 3 was run again
     found = group_runs(RunDir(path.parent) for path in sorted(tmp_path.glob("*/settings.toml")))
     (pair,) = pair_groups(found)
     assert set(pair.differences) == {3}
+    assert unequal_rounds([pair], found) == []  # that which failed after one round is not compared
 
 
 @pytest.mark.parametrize(
