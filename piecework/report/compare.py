@@ -1,5 +1,7 @@
 """Runs side by side. Runs that differ only in the seed are one group, with mean, sample standard deviation, extremes.
 
+Means are those of the completed runs, where there are any.
+
 Settings that a resumed run may change (`CHANGEABLE`) do not separate groups, except for the number of rounds: a longer run is
 not a repetition of a shorter one.
 """
@@ -21,6 +23,7 @@ from piecework.report.participation import Participation, participation
 from piecework.report.read_records import read_final, read_rounds, read_size, with_details
 from piecework.server_app.packages import missing_package
 from piecework.server_app.records import CheckpointError, RunDir
+from piecework.server_app.run_folder import COMPLETED
 from piecework.server_app.summary import best_round, disk_use_of_rounds, peak_over_budget
 from piecework.training.settings import CHANGEABLE, Scalar, Settings, SettingsError
 
@@ -189,51 +192,66 @@ def marks(groups: Sequence[Group]) -> list[str]:
 
 
 def figures(group: Group) -> dict[str, Any]:
-    """Return the figures of a group: means per run unless the name says otherwise, None if no run has the figure."""
-    runs, seeds = group.runs, group.seeds
-    final = [run.accuracy for run in runs if run.accuracy is not None]
-    best = [run.best["accuracy"] for run in runs if run.best is not None]
-    withstood = {k: [r.under_attack[k].accuracy for r in runs if k in r.under_attack] for k in UNDER_ATTACK}
+    """Return the figures of a group: means per run unless the name says otherwise, None if no run has the figure.
+
+    Means are those of the `counted` runs.
+    """
+    runs, counted = group.runs, counted_runs(group.runs)
+    best = [(run, run.best["accuracy"]) for run in counted if run.best is not None]
+    withstood = {k: [(r, r.under_attack[k].accuracy) for r in counted if k in r.under_attack] for k in UNDER_ATTACK}
     peaks = [run.max_peak_over_budget for run in runs if run.max_peak_over_budget is not None]
-    enforced, started = all(run.enforced for run in runs), [run for run in runs if run.rounds]
-    several = len(set(seeds)) > 1
+    enforced, started = all(run.enforced for run in runs), [run for run in counted if run.rounds]
     return {
-        "seeds": seeds,
+        "seeds": group.seeds,
         "status": {status: sum(r.status == status for r in runs) for status in sorted({r.status for r in runs})},
+        "counted": len(counted),
         "rounds": [run.rounds for run in runs],
-        "accuracy_mean": mean(final),
-        "accuracy_std": spread(final, several),
-        "best_accuracy_mean": mean(best),
-        "best_accuracy_std": spread(best, several),
+        **mean_and_spread("accuracy", [(run, run.accuracy) for run in counted if run.accuracy is not None]),
+        **mean_and_spread("best_accuracy", best),
         "best_rounds": [run.best["round"] for run in runs if run.best is not None],
-        "parameters_mean": mean(run.parameters for run in runs if run.parameters is not None),
-        **{f"{key}_mean": mean(values) for key, values in withstood.items()},
-        **{f"{key}_std": spread(values, several) for key, values in withstood.items()},
+        "parameters_mean": mean(run.parameters for run in counted if run.parameters is not None),
+        **{name: value for key, each in withstood.items() for name, value in mean_and_spread(key, each).items()},
         **{
             f"{key}_mean": mean(r.totals[key] for r in started)
             for key in ("bytes_down", "bytes_up", "bytes_evaluation")
         },
-        **disk_figures([run.disk_a_round for run in runs if run.disk_a_round is not None]),
+        **disk_figures([run.disk_a_round for run in counted if run.disk_a_round is not None]),
         "seconds_mean": mean(run.seconds for run in started),
         "simulated_seconds_mean": mean(r.simulated_seconds for r in started if r.simulated_seconds is not None),
         "enforced": enforced,
         "max_peak_over_budget": max(peaks, default=None) if enforced else None,
         "largest_measured_peak": max(run.largest_measured_peak for run in runs) or None,
         "largest_evaluation_peak": max(run.largest_evaluation_peak for run in runs) or None,
-        **participation_figures(started),
+        **participation_figures([run for run in runs if run.rounds], started),
         "clients_asked": sum(run.totals["asked"] for run in runs),
         "clients_failed": sum(run.totals["failed"] for run in runs),
     }
 
 
-def participation_figures(started: Sequence[RunResult]) -> dict[str, Any]:
+def counted_runs(runs: list[RunResult]) -> list[RunResult]:
+    """Return the runs of which means are taken: those that have completed, or all where none has.
+
+    One that failed or goes on was evaluated after fewer rounds.
+    """
+    return [run for run in runs if run.status == COMPLETED] or runs
+
+
+def mean_and_spread(key: str, found: Sequence[tuple[RunResult, float]]) -> dict[str, float | None]:
+    """Return the mean of a figure that some runs have, and its spread over their seeds, as KEY_mean and KEY_std."""
+    values = [value for _, value in found]
+    several = len({run.settings["seed"] for run, _ in found}) > 1
+    return {f"{key}_mean": mean(values), f"{key}_std": spread(values, several)}
+
+
+def participation_figures(started: Sequence[RunResult], counted: Sequence[RunResult]) -> dict[str, Any]:
     """Return who trained in runs that have a round: lists by run, and how many runs have shut a device class out."""
     found = [run.participation for run in started]
+    data = [run.participation.data for run in counted if run.participation.data is not None]
     return {
         "clients_trained": [each.trained for each in found],
         "clients_ever_asked": [each.asked for each in found],
         "clients_of_fleet": [each.clients for each in found],
-        "data_trained_mean": mean(each.data for each in found if each.data is not None),
+        "data_trained_mean": mean(data),
         "excluded_classes": dict(sorted(Counter(device for each in found for device in each.excluded).items())),
         "untrained_runs": sum(not each.trained for each in found),
     }

@@ -16,7 +16,7 @@ from rich.text import Text
 from piecework.client_app.disk import write_atomically
 from piecework.device_profiles.profile import format_bytes, format_percent
 from piecework.device_profiles.units import format_seconds
-from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, figures, marks
+from piecework.report.compare import ACCURACIES, UNDER_ATTACK, Group, counted_runs, figures, marks
 from piecework.report.compare_legend import legend, some_clients
 from piecework.report.compare_pictures import pictures
 from piecework.report.page import (
@@ -47,7 +47,10 @@ SUFFIXES = (".html", ".htm")
 LABEL = 64  # letters of a group's settings in the legend of a figure; the page lists them all
 UNTRAINED = "untrained"  # in place of an accuracy, where nobody trained
 MEAN = "mean"
-MEANS = "mean ± sample standard deviation of accuracies; the largest peak; mean bytes and times"
+MEANS = (
+    "mean ± sample standard deviation of accuracies; the largest peak; mean bytes and times. Means are those of the runs that "
+    "have completed, if any has"
+)
 
 
 def compare_tables(groups: Sequence[Group]) -> list[Table | Text]:
@@ -82,12 +85,18 @@ def compare_rows(groups: Sequence[Group]) -> list[dict[str, str]]:
     evaluated, paged = (any(found[key] for found in runs) for key in ("largest_evaluation_peak", "disk_read_mean"))
     rows = []
     for mark, group in zip(marks(groups), groups, strict=True):
-        several = [(f"{MEAN} of {len(group.runs)} runs", group)] if len(group.runs) > 1 else []
+        several = [(mean_name(group), group)] if len(group.runs) > 1 else []
         own = [(run.path.name, alone) for run, alone in zip(group.runs, group.alone, strict=True)]
         for name, of in (*own, *several):
             row = {"": mark, "run": name} | lines(figures(of), attacks, evaluated=evaluated, paged=paged)
             rows.append(row)
     return rows
+
+
+def mean_name(group: Group) -> str:
+    """Return the name of the row below a group's runs: `mean of 3 runs`, or `mean of 2 of 3 runs` if one did not complete."""
+    counted, total = len(counted_runs(group.runs)), len(group.runs)
+    return f"{MEAN} of {total if counted == total else f'{counted} of {total}'} runs"
 
 
 def attack_names(groups: Sequence[Group]) -> dict[str, str]:

@@ -12,14 +12,14 @@ from flwr.app import Array, ArrayRecord
 from report_helpers import client, make_run, refused, round_record, text_of, two_rounds
 
 from piecework.device_profiles.fleet import load_fleet
-from piecework.report.compare import compare_json, fleet_names, group_runs
+from piecework.report.compare import RunResult, compare_json, figures, fleet_names, group_runs
 from piecework.report.compare_pictures import pictures
 from piecework.report.compare_view import compare_tables, curve_name, marks, write_curves
 from piecework.report.display import disk_rows
 from piecework.report.in_words import in_words
 from piecework.report.page import LAYOUT, Section, escape_label, fold, height, line, sections_html, subplots, table
 from piecework.report.run_page import write_report
-from piecework.server_app.records import CheckpointError
+from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.summary import disk_use_of_rounds
 
 DEMO, BOARDS = (load_fleet(name).to_json() for name in ("demo", "boards"))
@@ -28,6 +28,10 @@ LONG = "fedepth-fashion-mnist-seed1-20261124-210828-ab12"
 
 def shown(*runs: object, width: int = 80) -> list[str]:
     return [row.rstrip() for row in text_of(*compare_tables(group_runs(runs)), width=width).splitlines()]  # type: ignore[arg-type]
+
+
+def run_dir(run: RunResult) -> RunDir:
+    return RunDir(run.path)
 
 
 def test_each_run_is_a_row_with_its_name_and_a_group_has_a_mean(tmp_path: Path) -> None:
@@ -79,6 +83,27 @@ def test_runs_of_the_same_seed_are_said_to_be(tmp_path: Path) -> None:
     assert compare_json(group_runs(runs))["groups"][0]["repeated_seeds"] == [1]
     (group,) = group_runs([*runs, make_run(tmp_path / "c", two_rounds(0.5), seed=2)])
     assert group.repeated == {1: 2}
+
+
+def test_means_are_those_of_the_runs_that_have_completed(tmp_path: Path) -> None:
+    """A run that failed after its first round says nothing of the accuracy at the end; where none has completed, all count."""
+    failed = [make_run(tmp_path / "f", two_rounds(0.1), "failed", seed=3)]
+    (group,) = group_runs([make_run(tmp_path / "a", two_rounds(0.5, 0.6), seed=1), *failed])
+    found = figures(group)
+    assert (found["accuracy_mean"], found["accuracy_std"], found["best_accuracy_mean"]) == (0.6, None, 0.6)
+    assert (found["counted"], found["bytes_down_mean"], found["rounds"]) == (1, 40, [2, 1])
+    (group,) = group_runs([make_run(tmp_path / "b", two_rounds(0.5, 0.8), seed=2), *(run_dir(r) for r in group.runs)])
+    assert figures(group)["accuracy_mean"] == pytest.approx(0.7)
+    mean = next(row for row in shown(*(run_dir(run) for run in group.runs)) if "mean of" in row)
+    assert mean.split()[1:7] == ["mean", "of", "2", "of", "3", "runs"]
+    (group,) = group_runs([*failed, make_run(tmp_path / "c", two_rounds(0.3), "failed", seed=4)])
+    assert (figures(group)["accuracy_mean"], figures(group)["counted"]) == (pytest.approx(0.2), 2)
+
+
+def test_runs_of_one_seed_have_no_spread_where_another_seed_s_run_has_no_accuracy(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, two_rounds(a), seed=1) for name, a in (("a", 0.5), ("b", 0.7))]
+    (group,) = group_runs([*runs, make_run(tmp_path / "c", two_rounds(None), seed=2)])
+    assert (figures(group)["accuracy_mean"], figures(group)["accuracy_std"]) == (0.6, None)
 
 
 def test_marks_of_many_groups_differ(tmp_path: Path) -> None:
