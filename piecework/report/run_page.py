@@ -188,6 +188,8 @@ def device_section(rounds: Sequence[Record]) -> Section:
 
 def memory_section(rounds: Sequence[Record]) -> Section:
     """Return the section of every client's budget and peaks."""
+    if not any(r["clients"] for r in rounds):  # no coin of a private round fell so, or no client had the resources
+        return Section("Training memory by client", "No client was asked in any round.")
     caption = "Each client in the round in which its measured peak came closest to its budget"
     if any(c.get("evaluation_peak") for r in rounds for c in r["clients"]):
         caption += "; in the table, measured is the larger of the peaks in training and in evaluation"

@@ -63,6 +63,12 @@ def test_page_without_rounds(tmp_path: Path) -> None:
     assert len(page) < 20_000
 
 
+def test_page_of_a_run_that_asked_nobody(tmp_path: Path) -> None:
+    """As where no coin of a private round fell so, or no connected client has the resources that a round needs."""
+    run_dir = make_run(tmp_path / "a", [round_record(1, None, [])], "failed", "no client trained in round 1: 0 asked")
+    assert "No client was asked in any round." in write_report(run_dir).read_text(encoding="utf-8")
+
+
 def test_budgets_not_enforced(tmp_path: Path) -> None:
     rounds = [round_record(1, 0.5, [client(0, measured_peak=5000)], enforced=False)]
     run_dir = make_run(tmp_path / "a", rounds, memory__model="fedepth")
