@@ -6,8 +6,12 @@ from pathlib import Path
 
 
 def stores(output_dir: Path) -> list[Path]:
-    """List the stores of emulated clients in the ended runs of a folder: only folders named by an experiment-id."""
-    ended = [path.parent for path in output_dir.glob("*/summary.json") if (path.parent / "settings.toml").is_file()]
+    """List the stores of emulated clients in the ended runs of a folder, and of the studies in it.
+
+    They are only folders named by an experiment-id.
+    """
+    summaries = [*output_dir.glob("*/summary.json"), *output_dir.glob("*/*/summary.json")]
+    ended = [path.parent for path in summaries if (path.parent / "settings.toml").is_file()]
     return sorted(
         path for run in ended for path in (run / "clients").glob("*") if re.fullmatch("[0-9a-f]{32}", path.name)
     )

@@ -52,6 +52,7 @@ def go_on(
         options=options,
         commit=f"piecework {__version__}",
         machine=this_machine(),
+        keeps_models=True,  # they are results, which `evaluate --client` and `export --client` take
         words=words,
     )
     with StudyProgress(study, folder, console) as progress:

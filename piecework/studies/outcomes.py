@@ -7,6 +7,8 @@ from pathlib import Path
 from piecework.commands.runs import remove
 from piecework.device_profiles.profile import format_percent
 from piecework.device_profiles.units import format_seconds
+from piecework.models.model_file import ModelFileError, description
+from piecework.report.read_records import MODEL
 from piecework.server_app.records import CheckpointError, RunDir
 from piecework.server_app.run_folder import has_completed
 from piecework.server_app.run_lock import writer
@@ -30,16 +32,24 @@ class Outcome:
 
 
 def how_it_ended(
-    folder: Path, code: int, before: tuple[int, int] | None, stopped: str, command: str = "run"
+    folder: Path,
+    code: int,
+    before: tuple[int, int] | None,
+    stopped: str,
+    command: str = "run",
+    *,
+    keeps_models: bool = False,
 ) -> Outcome:
     """Return how the process of a run ended. `stopped` says why it was asked to end, if it was.
 
-    `before` is the version of the summary that an earlier process left, `command` what goes on with the run.
+    `before` is the version of the summary that an earlier process left, `command` what goes on with the run. Of a completed run
+    the clients' stores are removed, but with `keeps_models` not those that have the clients' own models.
     """
     run_dir = RunDir(folder)
     if has_completed(run_dir):
         stores = [path for path in (folder / "clients").glob("*") if path.is_dir()]
-        remove(stores)  # nothing will resume from them
+        if not (keeps_models and has_own_models(folder)):
+            remove(stores)  # nothing will resume from them
         return Outcome(f"has completed: {figures(folder)}")
     after = f"after round {run_dir.last_complete_round()}"
     if stopped:
@@ -53,6 +63,14 @@ def how_it_ended(
     if f"{folder} is being written by" in reason or writer(folder) is not None:
         return Outcome(f"is left to another: {reason}")
     return Outcome(f"FAILED, which is no result: {reason}\n  log: {beside(folder, 'log')}", reason)
+
+
+def has_own_models(folder: Path) -> bool:
+    """Return whether the clients of a run have models of their own, which lie in their stores alone."""
+    try:
+        return bool(description(folder / MODEL).get("personal"))
+    except ModelFileError:
+        return False
 
 
 def reason_in_log(folder: Path) -> str:

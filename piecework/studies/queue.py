@@ -52,7 +52,8 @@ class Options:
 
     `retry` are the states of failed runs that are tried again. After `accidents` failures in a row that are no results nothing
     more is started. `always` are settings that each start of a run is given, `at_first` its first one alone, and `options` are
-    further words of each command line. `commit` and `machine` are noted beside each run.
+    further words of each command line. `commit` and `machine` are noted beside each run. `keeps_models`: clients' own models
+    stay where completed runs have them.
     """
 
     out: Path
@@ -66,6 +67,7 @@ class Options:
     options: tuple[str, ...] = ()
     commit: str = ""
     machine: str = ""
+    keeps_models: bool = False
     words: Words = Words()
 
 

@@ -128,8 +128,14 @@ def conclude_ended(queue: Queue) -> bool:
     for child in ended:
         queue.children.remove(child)
         close(child)
-        command = queue.options.words.command
-        outcome = how_it_ended(child.folder, child.process.returncode, child.before, child.stopped, command)
+        outcome = how_it_ended(
+            child.folder,
+            child.process.returncode,
+            child.before,
+            child.stopped,
+            queue.options.words.command,
+            keeps_models=queue.options.keeps_models,
+        )
         note = Note.read(child.folder) or Note.of(child.job)
         note = replace(note, watched=note.watched + child.watched, core=note.core + child.core)
         replace(note, failed=outcome.failed, final=outcome.final).write(child.folder)

@@ -5,14 +5,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from claims_harness import NOBODY, Process
 from claims_helpers import finish
+from flwr.app import Array, ArrayRecord
 from studies_helpers import TWO, Here
 from typer.testing import CliRunner
 
 import piecework
 from piecework.cli import app
+from piecework.server_app.records import RunDir
 from piecework.studies import queue
 
 
@@ -102,3 +105,24 @@ def test_a_path_outside_of_the_output_dir_is_refused(here: Here, path: str) -> N
         "in the output-dir"
     ) in " ".join(done.stderr.split())
     assert not list(here.folder.iterdir())
+
+
+def test_clients_own_models_stay_until_they_are_cleaned_away(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other stores only serve to resume a run, and go with its end."""
+
+    def leave(words: list[str], log: Path) -> Any:
+        process, run = here.spawn(words, log), log.with_suffix("")
+        (run / "clients" / ("0" * 32)).mkdir(parents=True)
+        described = {"format": 3} | ({"personal": True} if run.name.startswith("spafl") else {})
+        RunDir(run).save_model(ArrayRecord({"tau": Array(np.zeros(1, np.float32))}), described)
+        return process
+
+    monkeypatch.setattr(queue, "spawn", leave)
+    done = here.run("--study", "s", "--strategies", "spafl,fedavg", "--seeds", "1")
+    assert done.exit_code == 0, done.output
+    (kept,) = here.folder.glob("runs/s/*/clients/*")
+    assert kept.parents[1].name.startswith("spafl-seed1-")
+    assert json.loads(CliRunner().invoke(app, ["clean", "--json"]).stdout)["removed"] == [
+        str(kept.relative_to(here.folder))
+    ]
+    assert not kept.exists()
