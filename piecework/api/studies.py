@@ -60,8 +60,9 @@ class Study:
         """The completed runs compared, in the order of the rows."""
         from piecework.report.compare import group_runs
         from piecework.server_app.records import RunDir
+        from piecework.studies.study import FREE
 
-        return Comparison(group_runs(RunDir(run.path) for run in self.runs))
+        return Comparison(group_runs((RunDir(run.path) for run in self.runs), FREE))
 
     @property
     def pairs(self) -> list[Record]:

@@ -8,7 +8,7 @@ not a repetition of a shorter one.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -140,15 +140,16 @@ def _figures(run_dir: RunDir, settings: dict[str, Scalar]) -> RunResult:
     )
 
 
-def group_runs(run_dirs: Iterable[RunDir]) -> list[Group]:
-    """Group the runs by settings, in the given order. Raises CheckpointError."""
+def group_runs(run_dirs: Iterable[RunDir], free: Collection[str] = ()) -> list[Group]:
+    """Group the runs by settings, in the given order; the `free` ones do not separate groups either. Raises CheckpointError."""
+    ignored = {*IGNORED, *free}
     unique = {run_dir.path: run_dir for run_dir in run_dirs}
     together: dict[str, list[RunResult]] = {}
     for run in map(read_run, unique.values()):
-        kept = {key: value for key, value in run.settings.items() if key not in IGNORED}
+        kept = {key: value for key, value in run.settings.items() if key not in ignored}
         together.setdefault(repr(sorted(kept.items())), []).append(run)
     firsts = [runs[0].settings for runs in together.values()]
-    keys = [k for k in next(iter(firsts), {}) if k not in IGNORED and len({repr(s[k]) for s in firsts}) > 1]
+    keys = [k for k in next(iter(firsts), {}) if k not in ignored and len({repr(s[k]) for s in firsts}) > 1]
     fleets = fleet_names(str(settings["fleet"]) for settings in firsts)
     groups = []
     for runs in together.values():

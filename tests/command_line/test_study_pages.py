@@ -107,6 +107,16 @@ def test_a_path_outside_of_the_output_dir_is_refused(here: Here, path: str) -> N
     assert not list(here.folder.iterdir())
 
 
+def test_a_row_is_one_group_where_its_data_have_moved(here: Here) -> None:
+    for seeds, place in (("1", "here"), ("1,2", "there")):
+        (here.folder / place).mkdir()
+        done = here.run(
+            "--study", "s", "--strategies", "fedavg,heterofl", "--seeds", seeds, "--set", f"data-dir={place}"
+        )
+    assert done.stdout.splitlines()[1:3] == ["A: strategy=fedavg", "B: strategy=heterofl"]
+    assert [pair["seeds"] for pair in piecework.Study("runs/s").pairs] == [[1, 2]]
+
+
 def test_clients_own_models_stay_until_they_are_cleaned_away(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other stores only serve to resume a run, and go with its end."""
 
