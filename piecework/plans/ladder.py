@@ -17,6 +17,7 @@ from piecework.planning.fit import cheapest, smallest
 from piecework.planning.less_memory import FIT
 from piecework.planning.page_plan import speed_of
 from piecework.planning.part import Part
+from piecework.planning.timing import local_work
 from piecework.plans.plan import PlannedTask, client_task, planner_for, seconds_of
 from piecework.plans.question import PlanQuestion
 from piecework.strategies import find_method
@@ -40,7 +41,7 @@ RUNGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rung:
-    """A row. `flops`, `disk_bytes` and `seconds` are of a round; `flops` is a multiple of the plain step's.
+    """A row. `bytes` and `disk_bytes` are of a step, and `seconds` of a round. `flops` are a multiple of those of plain steps.
 
     `model` says what is trained: the same step bit for bit, to rounding, another step, or pieces.
     """
@@ -135,7 +136,8 @@ def system(settings: Settings, question: PlanQuestion, name: str, state: DeviceS
     tasks = [client_task(planner, stage, 0, state, state.flops_per_second, question.examples) for stage in stages]
     if not all(task.parts for task in tasks):
         return None
-    steps = question.examples * settings.training.local_epochs / settings.training.batch_size
+    _, seen = local_work(settings, question.examples)
+    steps = seen / settings.training.batch_size
     held = {atom for task in tasks for part in task.parts for atom in part.atoms}
     names = atom_names(planner.cut.model)
     left_out = [name for number, name in enumerate(names) if number not in held]

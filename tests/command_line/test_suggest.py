@@ -275,6 +275,17 @@ def test_a_ladder_says_what_a_devices_pieces_leave_out(monkeypatch: pytest.Monke
     assert not [how for how in staged if "without" in how]
 
 
+def test_the_flops_of_pieces_are_those_of_as_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many batches a client trains in a round: so many passes over its data, or `training.local-iterations`."""
+    monkeypatch.setattr("piecework.plans.ladder.cutting", lambda _: ["fedepth"])
+    monkeypatch.setattr("piecework.plans.ladder.RUNGS", {})
+    asked = [settings_with(clients=4, **given) for given in ({}, {"training__local_iterations": 3})]
+    found = [climb(settings, ask(settings, examples=100))["rungs"] for settings in asked]
+    (passes,), (iterations,) = found
+    assert iterations["flops"] == pytest.approx(passes["flops"])
+    assert iterations["seconds"] < passes["seconds"]
+
+
 def test_stages_are_trained_one_after_another() -> None:
     """Of a cascade a device trains its modules by turns, the heads that only help along the way count for nothing."""
     settings = settings_with(clients=2, strategy="fedprophet", fleet="unlimited", fedprophet__r_min="0.7x")
