@@ -7,6 +7,7 @@ intact. Checkpoints have a schema version and a manifest with the checksum of ea
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -58,7 +59,8 @@ class RunDir:
         self.path = path.resolve()
         self.rounds_file = self.path / "rounds.jsonl"
         self.checkpoints = self.path / "checkpoint"
-        self._then = f"The run can then be resumed: piecework run --set resume-from={self.path}"
+        resumed = shlex.quote(f"resume-from={self.path}")
+        self._then = f"The run can then be resumed: piecework run --set {resumed}"
 
     def create(self, settings: Settings) -> None:
         """Create the folder, and write the settings and which packages' plugins they name."""

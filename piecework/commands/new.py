@@ -1,5 +1,6 @@
 """Write a small app of a user's own: a package with a model, a method, data and a callback, which Flower can run."""
 
+import shlex
 import sys
 from importlib.util import find_spec
 from keyword import iskeyword
@@ -26,7 +27,7 @@ def new(
     with user_errors(False):
         files = write_app(folder)
         out.print(f"{folder}: {', '.join(files)}", soft_wrap=True)
-        out.print(f"next: cd {folder} && pip install -e . && piecework run", soft_wrap=True)
+        out.print(f"next: cd {shlex.quote(str(folder))} && pip install -e . && piecework run", soft_wrap=True)
 
 
 def write_app(folder: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The Flower app in the working directory, whose settings a run has."""
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -47,5 +48,5 @@ def _require_installed(project: Any, settings: dict[str, Any]) -> None:
             if name in own and name not in list_plugins(kind):
                 raise SettingsError(
                     f"{key} = {name!r}: the app {project['name']} in this folder registers it, and is not installed, or was "
-                    f"before its pyproject.toml named it. Install it: pip install -e {Path.cwd()}"
+                    f"before its pyproject.toml named it. Install it: pip install -e {shlex.quote(str(Path.cwd()))}"
                 )

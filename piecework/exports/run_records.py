@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,7 +54,8 @@ def write_tensorboard(run: Path, folder: Path) -> Exported:
         for record in rounds:
             tracker.round(record["round"], record)
         tracker.end(summary or {})
-    return Exported(folder, (f"{len(rounds)} rounds: tensorboard --logdir {folder}",), {"rounds": len(rounds)})
+    command = shlex.join(["tensorboard", "--logdir", str(folder)])
+    return Exported(folder, (f"{len(rounds)} rounds: {command}",), {"rounds": len(rounds)})
 
 
 def _rounds_of(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -58,12 +58,13 @@ def test_a_reason_is_no_formula(run: RunDir, tmp_path: Path) -> None:
 
 
 def test_events_have_the_curves_of_the_records(run: RunDir, tmp_path: Path) -> None:
-    found = export_run(run.path, "tensorboard", tmp_path / "out")
+    found = export_run(run.path, "tensorboard", tmp_path / "an out")
+    assert found.lines == (f"2 rounds: tensorboard --logdir '{found.path}'",)
     curves, _ = tensorboard_curves(found.path)
     assert curves["accuracy"] == [(2, pytest.approx(run.rounds()[1]["accuracy"]))]
     assert [step for step, _ in curves["train_loss"]] == [1, 2]
     with pytest.raises(ExportError, match="has TensorBoard's events of this run already"):
-        export_run(run.path, "tensorboard", tmp_path / "out")
+        export_run(run.path, "tensorboard", tmp_path / "an out")
 
 
 def test_what_is_no_run_or_has_no_round_is_refused(run: RunDir, tmp_path: Path) -> None:

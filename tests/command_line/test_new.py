@@ -87,6 +87,16 @@ def test_an_app_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytes
     assert find_app(others) == "pyproject.toml"
 
 
+def test_commands_name_a_folder_with_a_space_as_a_shell_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "all apps" / "fresh-two"
+    assert f"next: cd '{folder}' && pip install" in call("new", str(folder)).stdout
+    monkeypatch.chdir(folder)
+    with pytest.raises(SettingsError, match=f"pip install -e '{folder}'"):
+        find_app({})
+
+
 @pytest.mark.slow
 def test_its_own_test_and_the_checks_pass(fresh: Path) -> None:
     """mypy checks the files where they lie in this project; only names change."""

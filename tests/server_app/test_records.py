@@ -11,7 +11,7 @@ from helpers import numpy_of, same, tiny_settings
 from safetensors import safe_open
 
 from piecework.client_app import disk
-from piecework.client_app.disk import write_atomically
+from piecework.client_app.disk import StorageError, write_atomically
 from piecework.client_app.seal import seal
 from piecework.server_app.records import (
     CheckpointError,
@@ -215,6 +215,13 @@ def test_round_records(run: RunDir) -> None:
     lines = run.rounds_file.read_text().splitlines()
     assert [json.loads(line).keys() for line in lines] == [{"round": 0, "clients": 0, "crc32": 0}.keys()] * 3
     assert run.rounds() == [{"round": r, "clients": []} for r in (1, 2, 3)]
+
+
+def test_what_cannot_be_written_says_how_to_go_on_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "all runs")
+    run.rounds_file.mkdir(parents=True)
+    with pytest.raises(StorageError, match=f"piecework run --set 'resume-from={run.path}'$"):
+        run.append_round({"round": 1})
 
 
 def test_a_figure_that_was_changed_on_the_disk_is_noticed(run: RunDir) -> None:
