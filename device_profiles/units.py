@@ -1,5 +1,6 @@
-"""Amounts as people read them: times, FLOPs and counts. Bytes and percentages are in profile.py."""
+"""Amounts as people read them: times, FLOPs, counts, shares. Bytes and percentages with decimals are in profile.py."""
 
+ROUNDING = 1e-9  # of sums of shares
 SCALES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
@@ -15,6 +16,14 @@ def format_seconds(seconds: float) -> str:
     if whole < 48 * 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400:,} d {whole % 86400 // 3600} h"
+
+
+def format_share(fraction: float) -> str:
+    """Format a share in whole percents: `0%` is nothing and `100%` all; what is nearly one of them is `<1%` or `>99%`."""
+    said = f"{fraction:.0%}"
+    if said == "100%" and fraction < 1 - ROUNDING:
+        return ">99%"
+    return "<1%" if said == "0%" and fraction > ROUNDING else said
 
 
 def format_count(amount: float) -> str:

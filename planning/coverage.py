@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from piecework.device_profiles.memory import MemoryBudgetExceededError
 from piecework.device_profiles.profile import DeviceState
+from piecework.device_profiles.units import format_share
 from piecework.models.cascade import Blueprint
 from piecework.models.partition import AtomTooLargeError
 from piecework.models.static_norms import mixes_examples
@@ -226,7 +227,7 @@ def coverage_lines(rows: Sequence[Row], clients: int) -> list[tuple[str, str]]:
     names = [row["part"] for row in rows]
     found = []
     for key, same in groupby(rows, key=lambda row: (row["clients"], round(row["fraction"], 9))):
-        by = f"{key[0]} of {clients} clients, {key[1]:.0%} of the data" if key[0] else "no client"
+        by = f"{key[0]} of {clients} clients, {format_share(key[1])} of the data" if key[0] else "no client"
         found.append((consecutive([row["part"] for row in same], names), "all clients" if key[0] == clients else by))
     return found
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes, format_compared
-from piecework.device_profiles.units import format_count, format_flops, format_seconds
+from piecework.device_profiles.units import format_count, format_flops, format_seconds, format_share
 from piecework.planning.coverage import coverage_lines, coverage_sentence
 from piecework.planning.part import OUTPUT_LAYER_NAME
 from piecework.plans.plan_evaluation import evaluation_warning
@@ -28,7 +28,7 @@ def plan_tables(plan: dict[str, Any]) -> list[str | Text | Table]:
         *([f"the model is one piece, because of {plan['uncut']}"] if plan["uncut"] else []),
         *swapping_warning(plan),
         f"fleet {fleet['name']}: {fleet['clients']} clients, {fleet['clients_per_round']} a round, "
-        f"{fleet['participation']:.0%} can take part",
+        f"{format_share(fleet['participation'])} can take part",
         device_table(plan),
         *over_sampling(plan["fleet"]),
         *evaluation_text(plan),
@@ -47,10 +47,9 @@ def swapping_warning(plan: dict[str, Any]) -> list[str]:
     amounts = found["needed_bytes"], plan["full_memory_bytes"], found["poorest_bytes"]
     needed, full, poorest = format_compared(*amounts)
     return [
-        f"Swapping is only simulated: {found['fraction']:.0%} of the clients train what does not fit their budgets. Real "
-        f"ones "
-        f"would need up to {needed}; the poorest has {poorest}. The whole model takes {full} for {step}, which "
-        f"{found['whole_fits']:.0%} of the clients have. The times below add swapping as FedProphet models it."
+        f"Swapping is only simulated: {format_share(found['fraction'])} of the clients train what does not fit their "
+        f"budgets. Real ones would need up to {needed}; the poorest has {poorest}. The whole model takes {full} for {step}, "
+        f"which {format_share(found['whole_fits'])} of the clients have. The times below add swapping as FedProphet models it."
     ]
 
 
@@ -69,8 +68,8 @@ def over_sampling(fleet: dict[str, Any]) -> list[str]:
     ends, all_there = (max(stage[key] for stage in fleet["stages"]) for key in ("round_seconds", "awaited_seconds"))
     late = max(stage["late"] for stage in fleet["stages"])
     return [
-        f"{'; '.join(how)}. It takes {format_seconds(ends)}, and {late:.0%} of the clients that it asks are late; if it asked "
-        f"{enough} and waited for all, it would take {format_seconds(all_there)}"
+        f"{'; '.join(how)}. It takes {format_seconds(ends)}, and {format_share(late)} of the clients that it asks are "
+        f"late; if it asked {enough} and waited for all, it would take {format_seconds(all_there)}"
     ]
 
 
@@ -154,7 +153,7 @@ def device_table(plan: dict[str, Any]) -> Table:
 
 def participation(stages: list[dict[str, Any]]) -> str:
     """Return the fraction of clients and rounds that take part; by stage if stages differ."""
-    found = [f"{stage['participation']:.0%}" for stage in stages]
+    found = [format_share(stage["participation"]) for stage in stages]
     return found[0] if len(set(found)) == 1 else " ".join(found)
 
 
@@ -184,7 +183,7 @@ def singular(excluded: str) -> str:
 
 def words(row: dict[str, Any]) -> str:
     """Return what is trained, and which atoms are excluded."""
-    said: str = row["what"] if row["fraction"] == 1 else f"{row['fraction']:.0%} {row['what']}"
+    said: str = row["what"] if row["fraction"] == 1 else f"{format_share(row['fraction'])} {row['what']}"
     return f"{said} (leaves out {', '.join(row['leaves_out'])})" if row["leaves_out"] else said
 
 
@@ -192,11 +191,11 @@ def stage_words(stage: dict[str, Any], fleet: dict[str, Any], needed: str) -> st
     """Return what a device trains, the most common first, then what excluded clients need (`needed`) and are missing."""
     lines = [words(row) for row in stage["trains"][:SHOWN]]
     if len(stage["trains"]) > SHOWN:
-        lines.append(f"{sum(row['fraction'] for row in stage['trains'][SHOWN:]):.0%} otherwise")
+        lines.append(f"{format_share(sum(row['fraction'] for row in stage['trains'][SHOWN:]))} otherwise")
     if stage["participation"] < 1:
         swap = f"; by swapping, {format_seconds(stage['swap_seconds'])} a round" if stage["swap_seconds"] else ""
         lines.append(
-            f"{1 - stage['participation']:.0%} {fleet['excluded']}: needs {needed}, "
+            f"{format_share(1 - stage['participation'])} {fleet['excluded']}: needs {needed}, "
             f"up to {format_bytes(stage['missing_bytes'])} more than there is{swap}"
         )
     return "\n".join(lines)

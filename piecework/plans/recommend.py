@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from piecework.device_profiles.profile import format_bytes
-from piecework.device_profiles.units import format_seconds
+from piecework.device_profiles.units import format_seconds, format_share
 from piecework.plans.measured import Ahead, Case, ahead_of, as_quick
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST
@@ -55,14 +55,15 @@ def reason_text(simple: Row, chosen: Row, rows: list[Row]) -> str:
         )
     if chosen["fit"] and chosen["strategy"] == SIMPLEST:
         who = (
-            "Every device can" if chosen["participation"] == 1 else f"{chosen['participation']:.0%} of the clients can"
+            "Every device can"
+            if chosen["participation"] == 1
+            else f"{format_share(chosen['participation'])} of the clients can"
         )
         said = f"{who} train the whole model in a step that takes less memory. {cost_text(simple['fitted'])}"
         return f"{said} {pieces_text(chosen, rows)}".strip()
     reached = simple["fitted"]["participation"] if simple["fitted"] else simple["participation"]
-    aside = (
-        f"Federated averaging of the whole model reaches {reached:.0%} of the clients, and leaves out the others' data."
-    )
+    of_clients = f"{format_share(reached)} of the clients"
+    aside = f"Federated averaging of the whole model reaches {of_clients}, and leaves out the others' data."
     said = what_it_trains(chosen)
     return f"{said} {aside}" if said else "Of what one would try first, nothing reaches more clients."
 
@@ -73,12 +74,12 @@ def what_it_trains(chosen: Row) -> str:
         who = (
             "Every device trains"
             if chosen["participation"] == 1
-            else f"{chosen['participation']:.0%} of the clients train"
+            else f"{format_share(chosen['participation'])} of the clients train"
         )
-        left_out = "" if chosen["min_fraction"] == 1 else f", the poorest {chosen['min_fraction']:.0%} of it"
+        left_out = "" if chosen["min_fraction"] == 1 else f", the poorest {format_share(chosen['min_fraction'])} of it"
         return f"{who} the whole model in pieces that fit it{left_out}."
     if chosen["covered"] < 1:
-        return f"Every device can train a narrower model, {chosen['covered']:.0%} of the parameters."
+        return f"Every device can train a narrower model, {format_share(chosen['covered'])} of the parameters."
     return ""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import DeviceState, format_bytes, format_compared
+from piecework.device_profiles.units import format_share
 from piecework.models.cascade import Blueprint
 from piecework.models.imported.objects import is_object
 from piecework.models.static_norms import mixes_examples
@@ -182,7 +183,7 @@ def verdict_text(verdict: Row) -> str:
     figures = f"A step at batch {verdict['batch_size']} takes {step}, the poorest device has {poorest}."
     if verdict["fits"]:
         return f"Every device fits a step of the whole model. {figures}"
-    said = f"{verdict['participation']:.0%} of the clients fit a step of the whole model. {figures}"
+    said = f"{format_share(verdict['participation'])} of the clients fit a step of the whole model. {figures}"
     if verdict["fitted"] is not None and verdict["fitted"]["participation"] < 1:
         said += f" {describe_fit(verdict['fitted'])}"
     smaller = verdict["smaller_batch"]
@@ -202,7 +203,7 @@ def verdict_text(verdict: Row) -> str:
 
 def describe_fit(fitted: Row) -> str:
     """Return what stands in the way of `memory.fit`, as text."""
-    who = f"{fitted['participation']:.0%} of the clients" if fitted["participation"] else "no client"
+    who = f"{format_share(fitted['participation'])} of the clients" if fitted["participation"] else "no client"
     return f"With memory.fit {who} can train it: the smallest step takes {format_bytes(fitted['least_bytes'])}."
 
 

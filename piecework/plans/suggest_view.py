@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes
-from piecework.device_profiles.units import format_seconds
+from piecework.device_profiles.units import format_seconds, format_share
 from piecework.plans.ladder_view import ladder_tables
 from piecework.plans.plan_view import columns
 from piecework.plans.recommend import USEFUL
@@ -72,22 +72,17 @@ def table(rows: list[dict[str, Any]]) -> Table:
     found.columns[0].no_wrap = True
     found.columns[-1].justify = "left"
     for row in rows:
-        figures = [fraction_range([*row["trains"].values()]), shown_percent(row["covered"])]
+        figures = [fraction_range([*row["trains"].values()]), format_share(row["covered"])]
         figures += [format_bytes(int(row["bytes_per_round"])), format_seconds(row["round_seconds"])]
         part = row["participation"] - row["swapping"]
-        found.add_row(shown_name(row), f"{part:.0%}", *(figures if row["participation"] else "----"), notes(row))
+        found.add_row(shown_name(row), format_share(part), *(figures if row["participation"] else "----"), notes(row))
     return found
 
 
 def fraction_range(found: list[float]) -> str:
     """Return the range from the device that trains the smallest part of the model to the one that trains the largest."""
-    low, high = (shown_percent(each) for each in (min(found), max(found)))
+    low, high = (format_share(each) for each in (min(found), max(found)))
     return low if low == high else f"{low} - {high}"
-
-
-def shown_percent(fraction: float) -> str:
-    """Return a fraction as a percentage, of which little is not nothing."""
-    return "<1%" if 0 < fraction < 0.005 else f"{fraction:.0%}"
 
 
 def shown_name(row: dict[str, Any]) -> str:
@@ -104,7 +99,9 @@ def caveats(rows: list[dict[str, Any]]) -> list[Text]:
     """Return a line for each row of which there is more to say than fits beside its figures."""
     found = []
     for row in rows:
-        pretends = f"{row['swapping']:.0%} of the clients pretend to have the memory" if row["swapping"] else ""
+        pretends = (
+            f"{format_share(row['swapping'])} of the clients pretend to have the memory" if row["swapping"] else ""
+        )
         if said := pretends or row["caveat"]:
             found.append((shown_name(row), said))
     return told_together(found)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecework.device_profiles.profile import format_bytes, format_compared, format_percent, is_limit
-from piecework.device_profiles.units import format_seconds
+from piecework.device_profiles.units import format_seconds, format_share
 from piecework.planning.coverage import consecutive
 from piecework.report.participation import participation
 from piecework.report.privacy_view import privacy_rows
@@ -110,7 +110,7 @@ def trained_rows(parts: Sequence[Record]) -> list[tuple[str, str]]:
         return [("trained", f"{NEVER}: {consecutive(never, names)}")]
     minimum = min(row["clients"] for row in parts)
     fewest = [row for row in parts if row["clients"] == minimum]
-    by = f"{minimum} clients with {fewest[0]['fraction']:.0%} of the data"
+    by = f"{minimum} clients with {format_share(fewest[0]['fraction'])} of the data"
     if len(fewest) == len(parts):
         return [("trained", f"every part by {by}")]
     which = consecutive([row["part"] for row in fewest], names)
@@ -123,7 +123,12 @@ TRAINED_COLUMNS = ("part of the model", "clients", "fraction of the training dat
 def trained_table(parts: Sequence[Record]) -> list[tuple[str, ...]]:
     """Return `TRAINED_COLUMNS` as text, a row per part."""
     return [
-        (row["part"], str(row["clients"]), f"{row['fraction']:.0%}", str(row["rounds"]) if row["rounds"] else NEVER)
+        (
+            row["part"],
+            str(row["clients"]),
+            format_share(row["fraction"]),
+            str(row["rounds"]) if row["rounds"] else NEVER,
+        )
         for row in parts
     ]
 

@@ -15,7 +15,7 @@ from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.profile import format_bytes
 from piecework.federation.registry import sample_clients
 from piecework.plans.plan import fleet_states, make_plan
-from piecework.plans.plan_view import over_sampling
+from piecework.plans.plan_view import over_sampling, participation
 from piecework.plans.question import ask, budget_bytes
 from piecework.training.settings import Settings, SettingsError
 
@@ -341,3 +341,8 @@ def test_with_json_a_refusal_is_an_object() -> None:
     done = CliRunner().invoke(app, ["plan", "--json", "--budget", "lots"])
     assert done.exit_code == 2
     assert list(json.loads(done.stdout)) == ["reason"]
+
+
+def test_one_client_of_many_that_cannot_train_is_not_rounded_away() -> None:
+    assert participation([{"participation": 299 / 300}]) == ">99%"
+    assert participation([{"participation": 1 / 300}, {"participation": 1.0}]) == "<1% 100%"
