@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from piecework.client_app.disk import write_atomically
 from piecework.commands.options import complete, readable_anywhere
 from piecework.device_profiles.documents import abbreviate, read_toml
-from piecework.report.compare import fleet_name, fleet_names, short
+from piecework.report.compare import fleet_names, short
 from piecework.server_app.used_settings import find_settable, keep_known
 from piecework.studies.jobs import Given, hash_of, slug
 from piecework.studies.queue import Queue
@@ -92,7 +92,8 @@ class Study(BaseModel):
         values = {**self.settings, **swept}
         for strategy in self.strategies:  # one of a user's own may have settings that no other knows
             values, _ = keep_known(values, strategy)
-        label = label_of(swept) or f"strategy={values.get('strategy', default('strategy'))}"
+        fleets = fleet_names(map(str, self.sweep.get("fleet", ())))
+        label = label_of(swept, fleets) or f"strategy={values.get('strategy', default('strategy'))}"
         try:
             settings = Settings.from_run_config(values)
             find_entry(settings.strategy)
@@ -102,7 +103,7 @@ class Study(BaseModel):
             typed = Settings.from_run_config(used).to_run_config()  # 1.0 where 1 was written
         except ValueError as error:
             raise SettingsError(f"{label}: {error}") from None
-        label = label_of({key: value for key, value in swept.items() if key in used}) or label
+        label = label_of({key: value for key, value in swept.items() if key in used}, fleets) or label
         return Row(label, settings.strategy, {key: typed[key] for key in used})
 
     @property
@@ -182,9 +183,9 @@ class StudyPlan:
         return False
 
 
-def label_of(values: Given) -> str:
-    """Return settings in words: `strategy=NAME training.lr=0.05`."""
-    return " ".join(f"{key}={short(fleet_name(str(v)) if key == 'fleet' else v)}" for key, v in values.items())
+def label_of(values: Given, fleets: Mapping[str, str]) -> str:
+    """Return settings in words, `strategy=NAME training.lr=0.05`, with the names of `fleets`."""
+    return " ".join(f"{key}={short(fleets[str(v)] if key == 'fleet' else v)}" for key, v in values.items())
 
 
 def readable(values: Given) -> dict[str, Scalar]:

@@ -256,6 +256,22 @@ def test_a_value_without_effect_in_a_row_is_left_out_of_it(tmp_path: Path) -> No
         study_of(tmp_path, {}, {"strategy": ["fedavg", "heterofl"], "fedprox.mu": [0.1, 1]})
 
 
+def test_fleets_of_one_name_have_rows_of_their_own_names(tmp_path: Path) -> None:
+    """As of a file that was copied and changed."""
+    rest = 'assignment = "round-robin"\n[[device]]\nname = "board"\nflops = 1e9\ndisk-bandwidth = 1e8\n'
+    files = [tmp_path / "one.toml", tmp_path / "two.toml"]
+    for file, memory in zip(files, ("64MB", "96MB"), strict=True):
+        file.write_text(f'name = "mine"\ndescription = "mine"\n{rest}memory = "{memory}"\n', "utf-8")
+    study = study_of(tmp_path / "runs", {"strategy": "fedavg"}, {"fleet": [*map(str, files)]})
+    labels = [row.label for row in study.rows]
+    assert len({*labels}) == 2
+    assert all(label.startswith("fleet=mine#") for label in labels)
+    assert [row.label for row in study_of(tmp_path, {}, {"fleet": ["demo", "boards"]}).rows] == [
+        "fleet=demo",
+        "fleet=boards",
+    ]
+
+
 def test_a_preset_s_own_settings_stay_with_its_system(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('strategy = "fedprox"\nseed = 7\n[fedprox]\nmu = 0.3\n', "utf-8")
     preset = str(tmp_path / "mine.toml")
