@@ -1,6 +1,7 @@
 """Which study a command line, or Python's keywords, ask for: a new one, or one to go on with, which they may extend."""
 
 import logging
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -89,9 +90,10 @@ def requested(asked: Scalars, preset: str, below: Scalars, sweep: Sweep, seeds: 
     first = int(below.pop("seed", Settings().seed))
     values = {key: value for key, value in {**below, **asked}.items() if key not in sweep}
     require_files(values, sweep)
-    place = {key: values[key] for key in ("data-dir",) if key in values}
+    place = place_of(values)
     swept = {key: tuple(readable({**place, key: value})[key] for value in each) for key, each in sweep.items()}
-    study = Study(seeds=tuple(seeds) or (first,), sweep=swept, settings=readable(values))
+    settings = {key: value for key, value in readable({**place, **values}).items() if key in values}
+    study = Study(seeds=tuple(seeds) or (first,), sweep=swept, settings=settings)
     unused = study.unused()
     if wrong := [key for key in unused if key in asked or key in sweep]:
         raise SettingsError(f"{', '.join(wrong)}: no run of this study uses it: leave it out")
@@ -99,6 +101,12 @@ def requested(asked: Scalars, preset: str, below: Scalars, sweep: Sweep, seeds: 
         return study
     LOG.warning("--preset %s: these have no effect with what was given: %s", preset or APP_FILE, ", ".join(unused))
     return study.model_copy(update={"settings": {k: v for k, v in study.settings.items() if k not in unused}})
+
+
+def place_of(values: Scalars) -> Scalars:
+    """Return the data-dir in which a run would look for a user's own data, as settings or PIECEWORK_DATA say; else nothing."""
+    place = values.get("data-dir", os.environ.get("PIECEWORK_DATA", ""))
+    return {"data-dir": place} if place else {}
 
 
 def folder_of(name: str, output_dir: Path) -> Path:

@@ -303,6 +303,19 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(tmp_path: Path) -> 
     assert hashes(**{"training.lr": 1}) == hashes(**{"training.lr": 1.0})
 
 
+@pytest.mark.parametrize("how", ["environment", "setting"])
+def test_own_data_are_where_runs_look_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    (tmp_path / "mine.npz").touch()
+    asked: dict[str, Scalar] = {"data-dir": str(tmp_path)} if how == "setting" else {}
+    if how == "environment":
+        monkeypatch.setenv("PIECEWORK_DATA", str(tmp_path))
+    there = f"npz:{tmp_path / 'mine.npz'}"
+    (row,) = study_of(tmp_path, {**asked, "dataset": "npz:mine.npz"}, {}).rows
+    assert row.settings == {**asked, "dataset": there}
+    rows = study_of(tmp_path, asked, {"dataset": ["npz:mine.npz", "digits"]}).rows
+    assert [row.settings["dataset"] for row in rows] == [there, "digits"]
+
+
 def test_values_with_commas_are_in_a_list() -> None:
     found = parse_sweep("a, b", ['training.lr-rounds=["30,60", "45"]', "clients=4,8"])
     assert found == {"strategy": ["a", "b"], "training.lr-rounds": ["30,60", "45"], "clients": [4, 8]}
