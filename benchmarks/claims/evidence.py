@@ -28,7 +28,10 @@ def write_evidence(names: Sequence[str], docs: Path = DOCS, file: Path = FILE) -
 
 
 def document(names: Sequence[str], docs: Path = DOCS) -> str:
-    """Return the text of the evidence: each case in which two candidates or more have trained."""
+    """Return the text of the evidence: each case in which two candidates or more have trained, and most have a record.
+
+    One with fewer would stand before an older case that has all of its rivals.
+    """
     cases = [case for name in names for case in cases_of(load(name), docs)]
     return HEAD + tomli_w.dumps({"case": cases})
 
@@ -39,7 +42,7 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
     for case in claim.cases:
         there = [each for each in found[case.name] if each.candidate]
         ran = [each for each in there if each.runs]
-        if len(ran) > 1:
+        if len(ran) > 1 and sum(each.recorded for each in there) > len(there) / 2:
             yield {
                 "claim": claim.name,
                 "name": case.name,

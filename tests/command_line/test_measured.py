@@ -63,6 +63,11 @@ def test_the_file_is_what_the_records_give() -> None:
     assert "ExclusiveFL" in weak.idle  # no device holds a quarter of a step
 
 
+def test_what_is_told_has_most_of_its_rivals() -> None:
+    for case in read_cases():
+        assert len(case.missing) < len(case.rows) + len(case.idle), (case.name, case.missing)
+
+
 def test_what_was_run_is_not_said_to_be_missing() -> None:
     """Also where some seeds of a row are: a row is run, cannot train, or is missing."""
     for case in read_cases():
