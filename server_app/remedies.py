@@ -10,6 +10,7 @@ from piecework.planning.page_plan import speed_of
 from piecework.strategies import find_method
 from piecework.strategies.server import MethodServer
 from piecework.training.methods import in_pieces
+from piecework.training.settings.cases import require_accepted
 
 
 def remedies(server: MethodServer, refused: Sequence[dict[str, Any]], server_round: int) -> list[str]:
@@ -28,14 +29,18 @@ def remedies(server: MethodServer, refused: Sequence[dict[str, Any]], server_rou
 def fits_in_pieces(server: MethodServer, name: str, refused: Sequence[dict[str, Any]], server_round: int) -> bool:
     """Return whether the refusing clients can train every part of the model with the strategy of that name."""
     cut, method = server.method.cut, find_method(name)
+    settings = cut.settings.with_values({"strategy": name})
     states = {client["client"]: server.resources.state(client["client"], server_round) for client in refused}
     budgets = [state.budget_bytes for state in states.values()]
-    pieces = method.make_cut(cut.blueprint, cut.cost_model, cut.settings.with_values({"strategy": name}))
     try:
-        planner = method(pieces.fit(min(budgets), max(budgets)))
-    except ValueError:  # no client could train anything
+        require_accepted(settings, method.refuses, name)
+        pieces = method.make_cut(cut.blueprint, cut.cost_model, settings)
+        pieces.require_model()
+        planner = method(pieces.fit(max(min(budgets), pieces.min_budget()), max(budgets)))
+        rows = coverage(planner, {client: Trainer(state) for client, state in states.items()})
+    except ValueError:  # it refuses the settings or the model, or no client could train anything
         return False
-    return all(row["clients"] for row in coverage(planner, {c: Trainer(state) for c, state in states.items()}))
+    return all(row["clients"] for row in rows)
 
 
 def whole_in_less(server: MethodServer, refused: Sequence[dict[str, Any]], server_round: int) -> list[str]:

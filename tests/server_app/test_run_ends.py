@@ -47,10 +47,23 @@ def test_fedavg_on_small_devices_aborts_and_says_why(tmp_path: Path) -> None:
     assert not (run.path / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("budget", "fits"), [(100_000, False), (700_000, True)])
-def test_pieces_are_a_remedy_only_where_they_fit(budget: int, fits: bool, tmp_path: Path) -> None:
-    with pytest.raises(RunAbortedError) as caught:
-        run_local(tmp_path, strategy="fedavg", fleet=fleet_json(a=budget))
+@pytest.mark.parametrize(
+    ("devices", "settings", "fits"),
+    [
+        ({"a": 100_000}, {}, False),
+        ({"a": 700_000}, {}, True),
+        ({"a": 100_000, "b": 700_000}, {}, True),
+        ({"a": 100_000, "b": 700_000}, {"memory__fit": "recompute"}, True),
+        ({"a": 700_000}, {"architecture__batch_norm": "static"}, True),
+        ({"a": 100_000}, {"training__adversarial": True}, False),
+        ({"a": 100_000, "b": 900_000}, {"training__adversarial": True, "data__validation_fraction": 0.0}, False),
+    ],
+)
+def test_pieces_are_a_remedy_only_where_they_fit(
+    devices: dict[str, int], settings: dict[str, Any], fits: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(RunAbortedError, match="no client trained in round 1") as caught:
+        run_local(tmp_path, strategy="fedavg", fleet=fleet_json(**devices), **settings)
     assert (" trains the whole model in pieces" in str(caught.value)) == fits
 
 
