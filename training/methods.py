@@ -86,7 +86,12 @@ METHODS = {
         WHOLE,
         replace(FEDAVG, asks="able", advised=5, when_excluded="gets no task"),
     ),
-    "fedavg": Entry("piecework.strategies.whole.fedavg.server:FedAvg", WHOLE, replace(FEDAVG, advised=1), ("fedavg",)),
+    "fedavg": Entry(
+        "piecework.strategies.whole.fedavg.server:FedAvg",
+        "piecework.strategies.whole.fedavg.client",
+        replace(FEDAVG, advised=1),
+        ("fedavg",),
+    ),
     "feddf": Entry(
         "piecework.strategies.distillation.feddf.server:FedDF",
         "piecework.strategies.distillation.feddf.client",
