@@ -40,6 +40,10 @@ def main() -> None:
         command.load()()
     except click.ClickException as error:  # wrong arguments
         sys.exit(f"piecework-supernode: {error}")
+    except OSError as error:
+        if str(error.filename) not in {str(Path(argument).expanduser()) for argument in rest}:
+            raise
+        sys.exit(f"piecework-supernode: {error.filename}: {error.strerror}")  # such as the file after --node-config
     except RuntimeError as error:
         if NO_PORT not in str(error):  # an error of its work, whose place is in the traceback
             raise

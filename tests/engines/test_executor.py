@@ -307,16 +307,21 @@ def test_a_bundle_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_a_supernode_with_wrong_arguments_says_so_in_a_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("node_config", "said"),
+    [
+        ("partition-id=0 device=auto", "The provided configuration string is in an invalid"),
+        ("not-there.toml", "not-there.toml: No such file or directory"),
+    ],
+)
+def test_a_supernode_with_wrong_arguments_says_so_in_a_line(tmp_path: Path, node_config: str, said: str) -> None:
     """A device without quotes is a likely mistake in a node-config."""
     own_home = os.environ | {"FLWR_HOME": str(tmp_path)}  # else a real SuperNode of this user would get this executor
     command = [Path(sys.executable).with_name("piecework-supernode"), "--insecure", "--superlink", "localhost:1"]
-    command += ["--node-config", "partition-id=0 device=auto"]
+    command += ["--node-config", node_config]
     done = subprocess.run(command, capture_output=True, text=True, env=own_home, check=False)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(
-        "piecework-supernode: The provided configuration string is in an invalid"
-    )
+    assert done.stderr.splitlines()[-1].startswith(f"piecework-supernode: {said}")
     assert "Traceback" not in done.stderr
 
 
