@@ -30,6 +30,7 @@
     search = { "profl.stage-rounds" = 5 }  # optional: further settings of the search's runs
     role = "bound"                 # optional: not realistic here; or "experiment": it shows a cause; else it is a candidate
     paper = { "weak" = 71.2 }      # optional: the paper's figures in percent, by case
+    advice = { "memory.fit" = "auto" }     # optional: settings that advice gives with the system
     [[order]]                      # an order that is claimed
     text = "FeDepth is ahead of HeteroFL"
     ahead = "FeDepth"
@@ -103,7 +104,10 @@ class Case(_Table):
 
 
 class Row(_Table):
-    """A system with its settings. `cases` is empty for all, `rates` for those of the claim, `seeds` for those of the case."""
+    """A system with its settings. `cases` is empty for all, `rates` for those of the claim, `seeds` for those of the case.
+
+    `advice` are settings that `piecework plan --suggest` gives with the system where it recommends it because of the row.
+    """
 
     name: Name
     settings: Given = {}
@@ -115,6 +119,7 @@ class Row(_Table):
     search: Given = {}
     role: Literal["candidate", "bound", "experiment"] = "candidate"
     paper: dict[str, Annotated[float, Field(ge=0, le=100)]] = {}
+    advice: Given = {}
 
 
 class Order(_Table):

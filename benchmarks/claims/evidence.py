@@ -1,6 +1,6 @@
 """What the records of all claims say for advice: piecework/plans/measured.toml, which `piecework plan --suggest` reads."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from benchmarks.claims.records import DOCS, Records
 from benchmarks.claims.standings import Standing, accuracy_at, current, deadlines, standings
 from benchmarks.claims.storage import STORAGE
 from benchmarks.claims.verdicts import as_good_with_more_rounds, difference
-from piecework.plans.measured import FILE, Situation, situate
+from piecework.plans.measured import FILE, Situation, situate, skew_of
 from piecework.plans.question import ask
 from piecework.training.methods import SIMPLEST
 from piecework.training.settings import Settings
@@ -42,6 +42,7 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
     for case in claim.cases:
         there = [each for each in found[case.name] if each.candidate]
         ran = [each for each in there if each.runs]
+        plain = plain_rows(row for row in claim.rows if row in [each.row for each in ran])
         if len(ran) > 1 and sum(each.recorded for each in there) > len(there) / 2:
             yield {
                 "claim": claim.name,
@@ -49,7 +50,7 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
                 "setting": setting_of(claim, case),
                 "situation": asdict(situation_of(claim, case)),
                 "lead": lead_of(*ran[:2]),
-                "rows": [row_of(each) | {"ahead_of": behind(each, ran)} for each in ran],
+                "rows": [row_of(each) | {"plain": each.row in plain, "ahead_of": behind(each, ran)} for each in ran],
                 "longer": [
                     row_of(each) | {"verdict": compared.verdict}
                     for each, compared in as_good_with_more_rounds(claim, case, found[case.name])
@@ -58,6 +59,18 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
                 "missing": [each.row.name for each in there if not each.recorded],
                 "times": times_of(ran),
             }
+
+
+def plain_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that stand for their system and its `memory.fit` in advice: the first of each.
+
+    One with a batch or a width of its own stands for none.
+    """
+    found: dict[tuple[Any, Any], Row] = {}
+    for row in rows:
+        if not {"training.batch-size", "architecture.width"} & row.settings.keys():
+            found.setdefault((row.settings["strategy"], row.settings.get("memory.fit", "")), row)
+    return [*found.values()]
 
 
 def plain_settings(claim: Claim, case: Case) -> Settings:
@@ -77,9 +90,11 @@ def setting_of(claim: Claim, case: Case) -> str:
     settings = plain_settings(claim, case)
     width = settings.architecture.width
     model = settings.model if width == 1 else f"{settings.model} x {width:g}"
+    skew = skew_of(settings)
+    judged = f", each judged by its own data ({skew})" if skew else ""
     return (
         f"{model} on {settings.dataset}, {settings.num_rounds} rounds of {settings.clients_per_round} of {settings.clients} "
-        "clients"
+        f"clients{judged}"
     )
 
 
@@ -91,6 +106,7 @@ def row_of(standing: Standing) -> dict[str, Any]:
         "name": standing.row.name,
         "strategy": standing.row.settings.get("strategy", ""),
         "fit": standing.row.settings.get("memory.fit", ""),
+        "advice": dict(standing.row.advice),
         "accuracy": round(accuracy, 1),
         "seeds": len(standing.by_seed),
         "rounds": standing.runs[0].rounds,

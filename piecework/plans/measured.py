@@ -31,7 +31,8 @@ class Situation:
 
     `poorest` and `richest` are the devices' budgets, 1 if they have more than a step takes. `kept` are the parameters, their
     gradients and the optimiser's state, which no smaller batch makes smaller; the rest are activations. `disk` are the bytes a
-    second of the poorest device's disk, by which the storage of a measured time is chosen.
+    second of the poorest device's disk, by which the storage of a measured time is chosen. `skew` says
+    how data are divided, where each client is judged by its own; for other evaluations it is empty.
     """
 
     adversarial: bool
@@ -39,10 +40,11 @@ class Situation:
     richest: float
     kept: float
     disk: float
+    skew: str = ""
 
     def is_near(self, other: "Situation") -> bool:
         """Return whether what was measured there says something here."""
-        return self.distance(other) <= FAR and abs(self.kept - other.kept) <= ALIKE
+        return self.skew == other.skew and self.distance(other) <= FAR and abs(self.kept - other.kept) <= ALIKE
 
     def distance(self, other: "Situation") -> float:
         """Return the sum of the fractions' differences."""
@@ -57,8 +59,9 @@ class Case:
     `lead` is that of the first row over the `next` one, with the seeds that both have: points, seeds, and ahead, level,
     undecided or behind, as rows are sorted by all their seeds. `times` has for each storage its bytes a second, the simulated
     seconds in which half of the rows are through, and the row that is ahead then. A row's `seconds` are by storage, in which
-    its rounds are through; it is `ahead_of` others by so many points. `longer` are rows that are not behind the first one by
-    having more rounds; their `verdict` is ahead, level or undecided.
+    its rounds are through; it is `ahead_of` others by so many points. It is `plain` if it stands for its system in advice,
+    which then gives the settings `advice` with it. `longer` are rows that are not behind the first one by having more rounds;
+    their `verdict` is ahead, level or undecided.
     """
 
     claim: str
@@ -109,12 +112,21 @@ def situate(settings: Settings, question: PlanQuestion) -> Situation:
         richest=round(max(budgets), 3),
         kept=round(min(1.0, kept / step), 3),
         disk=poorest.disk_bandwidth,
+        skew=skew_of(settings),
     )
 
 
+def skew_of(settings: Settings) -> str:
+    """Return how the data of clients differ that are judged by their own, as in `dirichlet 0.1`; else nothing."""
+    data = settings.data
+    alpha = f" {data.partition_alpha:g}" if data.partition == "dirichlet" else ""
+    return f"{data.partition}{alpha}" if settings.evaluation.mode == "personal" else ""
+
+
 def nearest(situation: Situation, cases: Sequence[Case]) -> Case | None:
-    """Return the nearest case with the same kind of training, clean or adversarial; None without one."""
-    alike = [case for case in cases if case.situation.adversarial == situation.adversarial]
+    """Return the nearest case with the same kind of training and evaluation; None without one."""
+    kind = (situation.adversarial, bool(situation.skew))
+    alike = [case for case in cases if (case.situation.adversarial, bool(case.situation.skew)) == kind]
     return min(alike, key=lambda case: situation.distance(case.situation), default=None)
 
 
@@ -122,6 +134,11 @@ def near(situation: Situation, cases: Sequence[Case]) -> Case | None:
     """Return the nearest case if it is near enough to decide what one tries first, else None."""
     case = nearest(situation, cases)
     return case if case is not None and situation.is_near(case.situation) else None
+
+
+def plain_rows(case: Case | None) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the rows of a case that stand for a system and its `memory.fit`, by these two."""
+    return {(each["strategy"], each["fit"]): each for each in case.rows if each["plain"]} if case else {}
 
 
 class Ahead(NamedTuple):
@@ -137,7 +154,7 @@ def ahead_of(chosen: dict[str, Any], rows: Sequence[dict[str, Any]], case: Case 
 
     None if it was not, or `chosen` has no run there. A row's `fit` has the ways of its `memory.fit`.
     """
-    ran = {(each["strategy"], each["fit"]): each for each in case.rows} if case else {}
+    ran = plain_rows(case)
     measured = [(ran[key], row) for row in rows if (key := (row["strategy"], row["fit"])) in ran]
     own = next((found for found, row in measured if row is chosen), None)
     if own is None:
@@ -157,8 +174,9 @@ def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Se
     case = nearest(situation, cases)
     if case is None:
         kind = "adversarial" if situation.adversarial else "clean"
+        judged = " and personal evaluation" if situation.skew else ""
         return {
-            "text": f"Nothing was measured with {kind} training yet (docs/results/index.md).",
+            "text": f"Nothing was measured with {kind} training{judged} yet (docs/results/index.md).",
             "rows": [],
             "case": None,
         }
@@ -200,17 +218,18 @@ def is_of(row: dict[str, Any], recommended: dict[str, Any] | None) -> bool:
     if recommended is None:
         return False
     same = row["fit"] == recommended["settings"].get("memory.fit", "")
-    return bool(same and row["strategy"] == recommended["strategy"])
+    return bool(same and row["plain"] and row["strategy"] == recommended["strategy"])
 
 
 def where(situation: Situation, case: Case) -> str:
     """Return what was measured, and how far away it is."""
     other = case.situation
     far = "Measured nearest:" if situation.is_near(other) else "Nothing near this was measured; the nearest is"
+    divided = f" Data are divided otherwise here: {situation.skew}." if situation.skew != other.skew else ""
     return (
         f"{far} {case.setting} (docs/claims/{case.claim}.md, {case.name}). There the devices have "
         f"{in_steps(other)} of a plain step (here {in_steps(situation)}), of which parameters, gradients and the optimiser's "
-        f"state are {other.kept:.2f} (here {situation.kept:.2f})."
+        f"state are {other.kept:.2f} (here {situation.kept:.2f}).{divided}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from piecework.device_profiles.profile import format_bytes
 from piecework.device_profiles.units import format_seconds, format_share
-from piecework.plans.measured import Ahead, Case, ahead_of, as_quick
+from piecework.plans.measured import Ahead, Case, ahead_of, as_quick, plain_rows
 from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST
 
@@ -40,6 +40,7 @@ def recommend(
     text = f"{text} {time_text(chosen, [*rows, *others], case)}".strip()
     changes: dict[str, Any] = {"strategy": chosen["strategy"]}
     changes |= {"memory.fit": chosen["fit"]} if chosen["fit"] else {}
+    changes |= plain_rows(case).get((chosen["strategy"], chosen["fit"]), {}).get("advice", {})
     if attacked and find_method(chosen["strategy"]).can.attack != "always":
         changes["training.adversarial"] = True
     return {"strategy": chosen["strategy"], "settings": changes, "text": text}

@@ -42,13 +42,20 @@ def advise(
     is how the poorest device could train the whole model, `first` are FedAvg, FedAvg with `memory.fit`, what trains the whole
     model in pieces, AllSmall and ExclusiveFL; `others` are the other systems by name; `refused` cannot train the model, with
     the reason. `recommended` is one of `first`, or None, and `measured` what was measured nearest. The advice is on adversarial
-    training if the settings ask for it, by `training.adversarial = true` or a system that always does it.
+    training if the settings ask for it, by `training.adversarial = true` or a system that always does it. If they ask for a
+    personal evaluation, or for a system of the clients' own models, `first` has these systems too, also if all devices fit a
+    step.
     """
-    attacked = settings.training.adversarial or find_method(settings.strategy).can.attack == "always"
-    settings = settings.with_values({"training.adversarial": attacked})
+    asked = find_method(settings.strategy).can
+    attacked = settings.training.adversarial or asked.attack == "always"
+    personal = settings.evaluation.mode == "personal" or asked.personal
+    mode = {"evaluation.mode": "personal"} if personal else {}
+    settings = settings.with_values({"training.adversarial": attacked, **mode})
     tell(SIMPLEST)
     plain = make_plan(plain_settings(settings), question)
-    names = [] if fits_all(plain) else sorted(n for n in METHODS if n != SIMPLEST and suits(n, attacked))
+    names = sorted(n for n in METHODS if n != SIMPLEST and suits(n, attacked))
+    own = [name for name in names if personal and METHODS[name].can.personal]
+    names = own if fits_all(plain) else names
 
     def plan(name: str) -> Row:
         tell(name)
@@ -59,11 +66,14 @@ def advise(
         simple, first = fedavg_verdict(settings, question, plain)
         rows = beside.rows(plan)
     found = [rows[name] for name in names]
-    climbs = not simple["fits"] and settings.memory.model == "traced"
+    traced = settings.memory.model == "traced"
+    climbs = traced and not simple["fits"]
     able = [row for row in found if not row["reason"]]
-    first += [row for name in list_advised() for row in able if row["strategy"] == name]
-    situation = situate(settings, question) if climbs else None
+    first += [row for name in (*list_advised(), *own) for row in able if row["strategy"] == name]
+    situation = situate(settings, question) if climbs or (traced and personal) else None
     recommended = recommend(simple, first, attacked, near(situation, read_cases()) if situation else None, able)
+    if recommended and not METHODS[recommended["strategy"]].can.personal:
+        recommended["settings"] |= mode
     return {
         "adversarial": attacked,
         "simple": simple,
@@ -71,7 +81,7 @@ def advise(
         "recommended": recommended,
         "measured": evidence(situation, recommended, read_cases()) if situation else None,
         "first": first,
-        "others": [row for row in able if not METHODS[row["strategy"]].can.advised],
+        "others": [row for row in able if row not in first],
         "refused": [row for row in found if row["reason"]],
     }
 
@@ -180,7 +190,8 @@ def cost_model_of(settings: Settings, question: PlanQuestion, attack_steps: int)
 def verdict_text(verdict: Row) -> str:
     """Return FedAvg's verdict as text."""
     step, poorest = format_compared(verdict["step_bytes"], verdict["poorest_bytes"])
-    figures = f"A step at batch {verdict['batch_size']} takes {step}, the poorest device has {poorest}."
+    has = "no device has a limit" if poorest == "unlimited" else f"the poorest device has {poorest}"
+    figures = f"A step at batch {verdict['batch_size']} takes {step}, {has}."
     if verdict["fits"]:
         return f"Every device fits a step of the whole model. {figures}"
     said = f"{format_share(verdict['participation'])} of the clients fit a step of the whole model. {figures}"

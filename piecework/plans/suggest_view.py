@@ -30,7 +30,7 @@ def advice_tables(advice: dict[str, Any]) -> list[str | Text | Table]:
     lines: list[str | Text | Table] = [*recommendation(advice["recommended"]), Text(advice["simple"]["text"])]
     lines += [Text(), *evidence_tables(advice["measured"])] if advice["measured"] else []
     lines += [Text(), *ladder_tables(advice["ladder"])] if advice["ladder"] else []
-    if advice["simple"]["fits"]:
+    if advice["simple"]["fits"] and not (advice["first"][1:] or advice["refused"]):
         return [*lines, Text(ask)]
     lines += [Text(f"\nWhat to try first, {training} training:"), table(advice["first"])]
     lines += [*caveats(advice["first"]), Text(LEGEND)]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.claims.definition import names
-from benchmarks.claims.evidence import document
-from piecework.plans.measured import FILE, Case, Situation, evidence, near, nearest, read_cases, situate
+from benchmarks.claims.definition import Row, names
+from benchmarks.claims.evidence import document, plain_rows
+from piecework.plans.measured import FILE, Case, Situation, ahead_of, evidence, near, nearest, read_cases, situate
 from piecework.plans.question import ask
 from piecework.plans.suggest_view import evidence_tables
 from piecework.training.settings import Settings
@@ -29,6 +29,8 @@ def row(name: str, strategy: str, accuracy: float, fit: str = "") -> dict[str, A
         "seeds": 1,
         "participation": 100.0,
         "seconds": seconds,
+        "plain": True,
+        "advice": {},
     }
 
 
@@ -151,6 +153,44 @@ def test_the_situation_of_the_demo() -> None:
     assert (found.poorest, found.richest) == (0.53, 0.95)
     attacked = settings.with_values({"training.adversarial": True})
     assert situate(attacked, ask(attacked)).adversarial
+
+
+def test_accuracies_of_clients_own_data_are_told_of_those_alone() -> None:
+    """One model for all has another accuracy there, and another system is ahead; so it is with data that are less skewed."""
+    own = replace(WEAK, skew="dirichlet 0.1")
+    other = replace(WEAK, skew="dirichlet 1")
+    cases = (*CASES, a_case(own, "own data", *ROWS))
+    assert (nearest(WEAK, cases), nearest(own, cases), nearest(other, cases)) == (CASES[0], cases[2], cases[2])
+    assert (near(own, cases), near(other, cases)) == (cases[2], None)
+    assert evidence(own, None, CASES)["text"].startswith(
+        "Nothing was measured with clean training and personal evaluation"
+    )
+    assert "Data are divided otherwise here: dirichlet 1." in evidence(other, None, cases)["text"]
+    assert "divided" not in evidence(own, None, cases)["text"]
+    settings = Settings(clients=20)
+    mine = settings.with_values({"evaluation.mode": "personal", "data.partition-alpha": 0.3})
+    assert (situate(settings, ask(settings)).skew, situate(mine, ask(mine)).skew) == ("", "dirichlet 0.3")
+    assert {(case.claim, bool(case.situation.skew)) for case in read_cases()} >= {("budgets", False), ("spafl", True)}
+
+
+def test_a_row_stands_for_its_system_unless_it_is_a_variant() -> None:
+    kinds = [("FedProphet", {}), ("AllSmall", {}), ("FedProphet without APA", {"fedprophet.apa": False})]
+    rows = [Row(name=name, settings={"strategy": name.split()[0].lower(), **own}) for name, own in kinds]
+    narrow = Row(name="FedAvg x 1/6", settings={"strategy": "fedavg", "architecture.width": 0.17})
+    small = Row(name="FedAvg, batches of 8", settings={"strategy": "fedavg", "training.batch-size": 8})
+    fitted = Row(name="FedAvg, auto", settings={"strategy": "fedavg", "memory.fit": "auto"})
+    assert plain_rows([narrow, *rows, small, fitted]) == [*rows[:2], fitted]
+    assert {(each["name"], each["plain"]) for case in read_cases() for each in case.rows} >= {
+        ("FedProphet", True),
+        ("FedProphet without DMA", False),
+        ("FedAvg, batches of 8", False),
+    }
+    variant = {**ROWS[0], "name": "FeDepth, another", "accuracy": 10.0, "plain": False, "ahead_of": {}}
+    best = [{**each, "ahead_of": {"FedAvg, auto": 3.0}} if each is ROWS[0] else each for each in ROWS]
+    advised = [{"strategy": "fedepth", "fit": ""}, {"strategy": "fedavg", "fit": "auto"}]
+    ahead = ahead_of(advised[1], advised, replace(CASES[0], rows=(*best, variant)))
+    assert ahead is not None
+    assert ahead.row is advised[0]
 
 
 def test_the_table_of_it() -> None:

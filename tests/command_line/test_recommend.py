@@ -85,6 +85,8 @@ def test_what_was_ahead_in_the_nearest_case_is_recommended_if_every_device_can_d
                 "accuracy": each,
                 "seeds": 1,
                 "seconds": {"sd": 60.0},
+                "plain": True,
+                "advice": {},
             }
             | {"ahead_of": ahead if name == leader else {}}
             for name, each in accuracies.items()
@@ -114,6 +116,16 @@ def test_what_was_ahead_in_the_nearest_case_is_recommended_if_every_device_can_d
     assert found(some, {"fedavg": 14.0}, fedepth=44.0, fedavg=30.0)["settings"] == whole
     other_ways = [*rows[:2], row("fedepth", 1.0, fit="recompute")]
     assert found(other_ways, {"fedavg": 14.0}, fedepth=44.0, fedavg=30.0)["settings"] == whole
+
+
+def test_settings_with_which_it_was_measured_come_with_it() -> None:
+    own = {"fedavg.fine-tuning-epochs": 2}
+    measured = {"name": "FedAvg", "strategy": "fedavg", "fit": "", "accuracy": 80.0, "seeds": 1, "ahead_of": {}}
+    case: Any = SimpleNamespace(rows=[measured | {"plain": True, "advice": own, "seconds": {}}], longer=())
+    for near, settings in ((case, {"strategy": "fedavg", **own}), (None, {"strategy": "fedavg"})):
+        found = recommend(SIMPLE | {"fits": True}, [row("fedavg", 1.0)], attacked=False, case=near)
+        assert found is not None
+        assert found["settings"] == settings
 
 
 def test_nothing_is_recommended_where_nothing_can_train_and_attacks_are_asked_for() -> None:
@@ -153,7 +165,7 @@ def test_if_time_counts_a_row_with_more_rounds_is_named() -> None:
 
     def said(rows: Any, name: str, others: Any = (), **seconds: float) -> str:
         best = {"strategy": "fedavg", "fit": "auto", "seconds": {"sd": 100.0, "nvme": 50.0}, "name": "FedAvg, auto"}
-        best |= {"accuracy": 50.0, "ahead_of": {}, "rounds": 60}
+        best |= {"accuracy": 50.0, "ahead_of": {}, "rounds": 60, "plain": True, "advice": {}}
         more = {"seconds": seconds, "verdict": "ahead", "rounds": 150, "accuracy": 52.34}
         longer = [{"strategy": each} | more for each in ("splitmix", name)]
         case: Any = SimpleNamespace(rows=[best], longer=longer)

@@ -69,6 +69,19 @@ def test_where_every_device_fits_the_model_federated_averaging_is_the_advice() -
     assert found["simple"]["step_bytes"] == found["simple"]["poorest_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "adds"), [({"evaluation.mode": "personal"}, True), ({"strategy": "spafl"}, True), ({}, False)]
+)
+def test_who_wants_a_model_for_each_device_hears_of_those_systems(asked: dict[str, Any], adds: bool) -> None:
+    settings = Settings(clients=2, fleet="unlimited").with_values({"data.partition": "iid", **asked})
+    found = advise(settings, ask(settings))
+    own = ["local", "spafl"] if adds else []
+    assert [each["strategy"] for each in found["first"]] == ["fedavg", *own]
+    assert (found["others"], found["measured"] is not None) == ([], adds)
+    mode = {"evaluation.mode": "personal"} if adds else {}
+    assert found["recommended"]["settings"] == {"strategy": "fedavg"} | mode
+
+
 @pytest.mark.slow
 def test_a_smaller_batch_is_the_largest_that_fits() -> None:
     """Its cost is that of a plan at this batch."""
