@@ -120,19 +120,32 @@ def _load_file(path: Path) -> Any:
 
 
 def _require_files_beside(path: Path) -> None:
-    """Raise ImportError if a file imports a name that one beside it has, and Python would find that name elsewhere."""
-    nodes = list(ast.walk(ast.parse(path.read_bytes(), path)))
+    """Raise ImportError if a file, or one beside it that it leads to, imports a name beside it that Python finds elsewhere."""
+    reached = [path]
+    for file in reached:  # which grows: those beside it may import others there
+        for name in _imported(file):
+            package, module = path.parent / name, path.parent / f"{name}.py"
+            own = [each for each in (package / "__init__.py", module) if each.is_file()]
+            found = find_spec(name) if own or package.is_dir() else None
+            if found is None:
+                continue
+            place = Path(found.origin or next(iter(found.submodule_search_locations or ()), ""))
+            # A folder without __init__.py counts as a module only where Python finds nothing else: it may hold anything.
+            beside = own or [package] * (not found.origin and any(package.rglob("*.py")))
+            same = [each for each in beside if place.exists() and each.samefile(place)]
+            if beside and not same:
+                raise ImportError(
+                    f"{file.name} imports {name!r}, which is {found.origin or place} here, not {beside[0]}: rename the latter"
+                )
+            reached += [each for each in same if each.is_file() and each not in reached]
+
+
+def _imported(file: Path) -> list[str]:
+    """Return the first part of each name that a file imports, without relative imports."""
+    nodes = list(ast.walk(ast.parse(file.read_bytes(), file)))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    for name in dict.fromkeys(name.partition(".")[0] for name in names):
-        beside = [file for file in (path.parent / f"{name}.py", path.parent / name / "__init__.py") if file.is_file()]
-        found = find_spec(name) if beside else None
-        if (
-            found
-            and found.origin
-            and not any(file.samefile(found.origin) for file in beside if Path(found.origin).is_file())
-        ):
-            raise ImportError(f"it imports {name!r}, which is {found.origin} here, not {beside[0]}: rename the latter")
+    return list(dict.fromkeys(name.partition(".")[0] for name in names))
 
 
 def _of_library(library: str, name: str, num_classes: int, input_shape: "Shape") -> "nn.Module":

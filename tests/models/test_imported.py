@@ -352,33 +352,6 @@ def test_a_models_file_has_no_code_run(tmp_path: Path) -> None:
     torch.testing.assert_close(mine((pixels / 255 - model.mean) / model.std), model(pixels), rtol=1e-4, atol=1e-5)
 
 
-def test_a_users_file_imports_those_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "blocks_beside.py").write_text("from torch import nn\ndef block(): return nn.Linear(4, 3)\n")
-    (tmp_path / "mine.py").write_text(
-        "from blocks_beside import block\ndef net(num_classes, input_shape): return block()\n"
-    )
-    made = find_make(f"{tmp_path / 'mine.py'}:net")(3, (4,))
-    assert made.weight.shape == (3, 4)
-    assert sys.path[-1] == str(tmp_path)
-
-
-def test_files_beside_that_python_would_not_find_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for place, module in (("one", "parts_of_one"), ("two", "parts_of_one"), ("three", "json")):
-        folder = tmp_path / place
-        folder.mkdir()
-        (folder / f"{module}.py").write_text("from torch import nn\nmade = nn.Identity()\n")
-        (folder / "mine.py").write_text(f"from {module} import made\ndef net(num_classes, input_shape): return made\n")
-    find_make(f"{tmp_path / 'one' / 'mine.py'}:net")
-    with pytest.raises(
-        ValueError, match=r"it imports 'parts_of_one', which is .*one/parts_of_one\.py here, not .*two/parts_of_one\.py"
-    ):
-        find_make(f"{tmp_path / 'two' / 'mine.py'}:net")
-    with pytest.raises(ValueError, match=r"it imports 'json', which is .*json/__init__\.py here, not .*three/json\.py"):
-        find_make(f"{tmp_path / 'three' / 'mine.py'}:net")
-
-
 def test_errors_of_a_users_file_name_it(tmp_path: Path) -> None:
     for code, said in (
         ("import helper_not_here", "ModuleNotFoundError: No module named"),
