@@ -81,8 +81,9 @@ class Group:
 
     @property
     def repeated(self) -> dict[int, int]:
-        """How many runs have a seed that several have, by seed: such runs are repetitions, and no sample of seeds."""
-        return {seed: count for seed, count in Counter(self.seeds).items() if count > 1}
+        """How many of the counted runs have a seed that several have, by seed: they are repetitions, and no sample of seeds."""
+        seeds = Counter(int(run.settings["seed"]) for run in counted_runs(self.runs))
+        return {seed: count for seed, count in seeds.items() if count > 1}
 
     @property
     def alone(self) -> list["Group"]:

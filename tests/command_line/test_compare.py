@@ -85,6 +85,12 @@ def test_runs_of_the_same_seed_are_said_to_be(tmp_path: Path) -> None:
     assert group.repeated == {1: 2}
 
 
+def test_a_run_that_failed_is_no_repetition_of_the_one_that_was_run_again(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / status, two_rounds(0.4), status, seed=1) for status in ("failed", "completed")]
+    assert shown(*runs)[0] == "A: strategy=fedepth (1 of 2 runs failed)"
+    assert compare_json(group_runs(runs))["groups"][0]["repeated_seeds"] == []
+
+
 def test_means_are_those_of_the_runs_that_have_completed(tmp_path: Path) -> None:
     """A run that failed after its first round says nothing of the accuracy at the end; where none has completed, all count."""
     failed = [make_run(tmp_path / "f", two_rounds(0.1), "failed", seed=3)]
