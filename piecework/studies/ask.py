@@ -45,6 +45,8 @@ def find_study(name: str, asked_for: Scalars, preset: str, sweep: Sweep, seeds: 
         return folder, known
     if known is None:
         require_new(folder, bool(seeds or sweep))
+    else:  # where its runs look for a user's own data
+        below = {key: value for key, value in known.settings.items() if key == "data-dir"} | below
     new = requested(asked, preset, below, sweep, seeds)
     return folder, new if known is None else extended(known, new.sweep, new.settings, seeds)
 

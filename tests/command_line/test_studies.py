@@ -316,6 +316,20 @@ def test_own_data_are_where_runs_look_for_them(tmp_path: Path, monkeypatch: pyte
     assert [row.settings["dataset"] for row in rows] == [there, "digits"]
 
 
+def test_a_study_that_goes_on_has_its_own_data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIECEWORK_DATA", str(tmp_path / "environment"))
+    known = study_of(tmp_path, {"data-dir": "mine", "dataset": "npz:a.npz"}, {})
+    known.write(tmp_path / "runs" / "s")
+    both: dict[str, list[Scalar]] = {"dataset": ["npz:a.npz", "npz:b.npz"]}
+    assert find_study("s", {"dataset": "npz:a.npz"}, "", {}, [1])[1] == known
+    _, extended = find_study("s", {}, "", both, [1])
+    assert extended.settings["data-dir"] == str(tmp_path / "mine")
+    assert extended.sweep["dataset"] == tuple(f"npz:{tmp_path / 'mine' / file}" for file in ("a.npz", "b.npz"))
+    with pytest.raises(SettingsError, match=r"other/a\.npz contradicts dataset = npz:.*mine/a\.npz"):
+        find_study("s", {"data-dir": "other", "dataset": "npz:a.npz"}, "", {}, [1])
+
+
 def test_values_with_commas_are_in_a_list() -> None:
     found = parse_sweep("a, b", ['training.lr-rounds=["30,60", "45"]', "clients=4,8"])
     assert found == {"strategy": ["a", "b"], "training.lr-rounds": ["30,60", "45"], "clients": [4, 8]}
