@@ -71,13 +71,24 @@ def _lstm_forward(args: tuple[Any, ...]) -> int:
 
 
 def _lstm_backward(args: tuple[Any, ...]) -> int:
-    """Return the bytes as in the forward pass for the weights' gradients, plus padded weights and zeros for state gradients."""
+    """Return the bytes as in the forward pass for the weights' gradients, plus padded weights, and gradients as they are read.
+
+    Gradients of the sequence, the last state and the last cell are copied to be contiguous; zeros stand for those not given.
+    """
     T, B, D, H = _lstm_sizes(args)
     row = 4 * B * _pad_row(H)
     scratch = _in_pages(4 * T * B * _pad_row(4 * H), row, row) + 4664
     weights = sum(16 * H * _pad_row(features) for features in (D, H) if features != _pad_row(features))
-    copied = 0 if args[10].is_contiguous() else _bytes(args[10])
-    return 16 * H + 4 * (D + H) * _pad_row(4 * H) + scratch + weights + 8 * B * H + copied
+    sequence, hidden, cell = args[7], args[5], args[6]
+    read = sum(_as_read(*each) for each in zip(args[10:13], (sequence, hidden, cell), strict=True))
+    return 16 * H + 4 * (D + H) * _pad_row(4 * H) + scratch + weights + read
+
+
+def _as_read(gradient: Tensor | None, like: Tensor) -> int:
+    """Return the bytes of float32 zeros for a gradient that is not given, or of a copy of one that is not contiguous."""
+    if gradient is None:
+        return 4 * like.numel()
+    return 0 if gradient.is_contiguous() else _bytes(gradient)
 
 
 def _count_copies(layout: Tensor, *tensors: Tensor) -> int:

@@ -147,6 +147,17 @@ def test_inside_an_lstm(sizes) -> None:
 
 
 @MODELLED_CPU
+@pytest.mark.parametrize("sizes", LSTMS, ids=str)
+@pytest.mark.parametrize("used", [(1,), (2,), (0, 1), (0, 1, 2)], ids=str)
+def test_inside_an_lstm_of_which_the_last_state_or_cell_is_used(sizes, used) -> None:
+    tensors = [tensor.requires_grad_() for tensor in lstm_layer(*sizes)]
+    results = run_lstm(tensors)
+    outputs, gradients = zip(*((results[n], torch.randn_like(results[n])) for n in used), strict=True)
+    accounted, seen = inside(lambda: torch.autograd.grad(outputs, tensors, gradients, retain_graph=True))
+    assert accounted == seen
+
+
+@MODELLED_CPU
 @pytest.mark.parametrize(
     ("channels", "kernel", "stride", "edge", "slack"),
     [
