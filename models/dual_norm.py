@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from piecework.models.change import Change, Origin
+from piecework.models.plain_norms import require_plain_norm
 
 if TYPE_CHECKING:
     from piecework.models.cascade import Blueprint
@@ -84,6 +85,7 @@ def with_two_sets(build: Callable[[], nn.Module]) -> nn.Module:
     module = build()
     for norm in module.modules():
         if isinstance(norm, _BatchNorm):
+            require_plain_norm(norm, "one with two sets of statistics")
             norm.__class__ = DualBatchNorm1d if isinstance(norm, nn.BatchNorm1d) else DualBatchNorm2d
             assert isinstance(norm, _Dual)
             norm.add_set()

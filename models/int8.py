@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Shape
+from piecework.models.plain_norms import require_plain_norm
 
 LEVELS = 127  # of an int8 on either side of 0
 TINY = 1e-12  # the smallest scale
@@ -235,11 +236,14 @@ def to_int8(unit: nn.Module, pairs: Pairs) -> None:
         norm = unit.get_submodule(behind) if behind else None
         conv = unit.get_submodule(path)
         assert isinstance(conv, nn.Conv2d) and (norm is None or isinstance(norm, _BatchNorm))
+        if norm is not None:
+            require_plain_norm(norm, "a convolution in int8 that includes it")
         unit.set_submodule(path, Int8Conv2d(conv, norm))
         if behind:
             unit.set_submodule(behind, nn.Identity())
     for path, layer in list(unit.named_modules()):
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
+            require_plain_norm(layer, "a frozen one in int8")
             unit.set_submodule(path, Affine(layer))
         elif path and type(layer) is nn.ReLU and layer.inplace:
             unit.set_submodule(path, Gate())

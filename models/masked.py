@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Atom, Blueprint, Shape
 from piecework.models.change import Change, Origin
+from piecework.models.plain_norms import is_plain_norm
 
 StraightThrough = Literal["paper", "flowing", "clipped"]
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 MIN_DENSITY = 0.01  # of a layer; at or below it the thresholds restart at 0 (appendix A.1)
 
 
@@ -252,7 +252,7 @@ def norms_behind(build: Callable[[], nn.Module], shape: Shape) -> tuple[tuple[st
     with without_data():
         module = build().eval()
         example = torch.zeros(2, *shape)
-    if not any(isinstance(layer, NORMS) for layer in module.modules()):
+    if not any(map(is_plain_norm, module.modules())):
         return ()
 
     def after(path: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -262,7 +262,7 @@ def norms_behind(build: Callable[[], nn.Module], shape: Shape) -> tuple[tuple[st
             found.append((path, made[id(inputs[0])][0]))
 
     for path, layer in module.named_modules():
-        if is_maskable(layer) or isinstance(layer, NORMS):
+        if is_maskable(layer) or is_plain_norm(layer):
             layer.register_forward_hook(partial(after, path))
     with torch.no_grad():
         module(example)

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint
 from piecework.models.change import Change, Origin
+from piecework.models.plain_norms import require_plain_norm
 
 Channels = Mapping[float, int]  # by width ratio
 MOST_RATIOS = 100  # nets within a net, each of which is built
@@ -108,6 +109,8 @@ def _build(build: Callable[[], nn.Module], ratio: float, channels: Mapping[str, 
     module = build()
     for path, of_nets in channels.items():
         norm = module.get_submodule(path)
+        assert isinstance(norm, _BatchNorm)
+        require_plain_norm(norm, "one with statistics of each nested net")
         norm.__class__ = NestedBatchNorm1d if isinstance(norm, nn.BatchNorm1d) else NestedBatchNorm2d
         assert isinstance(norm, _Nested)
         norm.keep_own(ratio, of_nets)

@@ -53,13 +53,7 @@ def make(source: Source) -> nn.Module:
             "Blueprint takes width and batch_norm too"
         )
     if source.batch_norm not in ("running", "local"):
-        made: dict[nn.Module, nn.Module] = {}  # a norm in several places stays one
-        for path, layer in [*root.named_modules(remove_duplicate=False)]:
-            if isinstance(layer, nn.BatchNorm2d | nn.BatchNorm1d):
-                if layer not in made:
-                    change = norm_layer if isinstance(layer, nn.BatchNorm2d) else norm_layer_1d
-                    made[layer] = _with_epsilon_of(layer, change(layer.num_features, source.batch_norm))
-                root.set_submodule(path, made[layer])
+        _follow_setting(root, source)
     return root
 
 
@@ -70,8 +64,35 @@ def place_of(error: Exception) -> str:
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
-def _with_epsilon_of(layer: nn.BatchNorm1d | nn.BatchNorm2d, norm: Any) -> nn.Module:
+def _follow_setting(root: nn.Module, source: Source) -> None:
+    """Give a module the norms of the source, with the weights that it has. Raises ValueError for one that would be another."""
+    made: dict[nn.Module, nn.Module] = {}  # a norm in several places stays one
+    for path, layer in [*root.named_modules(remove_duplicate=False)]:
+        if not isinstance(layer, nn.BatchNorm2d | nn.BatchNorm1d):
+            continue
+        if type(layer) in (nn.BatchNorm2d, nn.BatchNorm1d):
+            if layer not in made:
+                made[layer] = _replaced(layer, source.batch_norm)
+            root.set_submodule(path, made[layer])
+        elif source.batch_norm == "batch":  # timm's norms have the activation inside
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+        else:
+            raise ValueError(
+                f"model = {source.name!r}: {path} is a {type(layer).__name__}, whose own code a norm of architecture.norm = "
+                f"{source.batch_norm} would not have: use architecture.norm = batch"
+            )
+
+
+def _replaced(layer: nn.BatchNorm1d | nn.BatchNorm2d, batch_norm: str) -> nn.Module:
+    """Return the norm of a setting in place of a batch norm: its epsilon, weights, and statistics if it keeps any."""
+    change = norm_layer if isinstance(layer, nn.BatchNorm2d) else norm_layer_1d
+    norm: Any = change(layer.num_features, batch_norm)
     norm.eps = layer.eps
+    if layer.affine:
+        norm.weight, norm.bias = layer.weight, layer.bias
+    if batch_norm == "frozen" and layer.track_running_stats:
+        norm.load_state_dict(dict(layer.named_buffers()), strict=False)
     replaced: nn.Module = norm
     return replaced
 
