@@ -6,10 +6,11 @@ A device builds an atom from a copy of the module without values, and reads its 
 import copy
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from inspect import Parameter, signature
 from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,13 +24,12 @@ from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weig
 from piecework.models.channels import channel_axes
 from piecework.models.imported.boundaries import choose, is_weighted
 from piecework.models.imported.graph import UntraceableError, as_module, record_calls
-from piecework.models.imported.module import Source, make, place_of, require_freed, require_state
+from piecework.models.imported.logits import EXAMPLES, logits_of, require_logits_in_training, require_stateless
+from piecework.models.imported.module import Source, make, require_freed, require_state
 from piecework.models.imported.narrow import kept_channels, narrow
 from piecework.models.imported.objects import code_of, is_object, require_trainable
 from piecework.models.imported.source import find_make, is_own
 from piecework.models.layers import narrowing, scale_channels
-
-EXAMPLES = 2
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,14 @@ def _whole_cut(source: Source) -> CutModule:
     except UntraceableError as error:
         reason = str(error)
     if reason:
-        shape = (_logits(root, source, vocabulary).shape[1],)
+        require_stateless(root, source, vocabulary)
         parts: list[nn.Module] = [root, Same(source.num_classes)]
-        names, shapes = [type(root).__name__.lower()], [shape]
+        names, shapes = [type(root).__name__.lower()], [(source.num_classes,)]
     else:
         ends = [*positions, len(nodes) - 1]
         parts = [_part(root, nodes, a + 1, b + 1) for a, b in zip([-1, *ends[:-1]], ends, strict=True)]
         names, shapes = _names(root, nodes, positions), [tuple(values[nodes[p]].shape[1:]) for p in positions]
+    require_logits_in_training(root, source, vocabulary)
     return CutModule(tuple(parts), tuple(names), tuple(shapes), _digest(root, parts, source), vocabulary, reason)
 
 
@@ -202,7 +203,7 @@ def _vocabulary(root: nn.Module, source: Source) -> int:
     others = [layer for layer in root.modules() if hasattr(layer, "weight") and not isinstance(layer, nn.Embedding)]
     hooks = [layer.register_forward_pre_hook(note) for layer in others]
     with suppress(ValueError):  # it is raised again where the calls are recorded
-        _logits(root, source, first.num_embeddings)
+        logits_of(root, source, first.num_embeddings)
     for hook in hooks:
         hook.remove()
     return 0 if strange else first.num_embeddings
@@ -210,32 +211,8 @@ def _vocabulary(root: nn.Module, source: Source) -> int:
 
 def _run(module: fx.GraphModule, source: Source, vocabulary: int) -> dict[fx.Node, Any]:
     values = _Values(module)
-    _logits(values.run_all, source, vocabulary)
+    logits_of(values.run_all, source, vocabulary)
     return values.env
-
-
-def _logits(function: Any, source: Source, vocabulary: int) -> Tensor:
-    """Return the logits of two examples without values. Raises ValueError if there are none of the right shape."""
-    kind = torch.int64 if vocabulary else torch.float32
-    with without_data():
-        x = torch.zeros(EXAMPLES, *source.input_shape, dtype=kind)
-    try:
-        with torch.no_grad(), without_data():
-            found = function(x)
-    except Exception as error:
-        shape = "x".join(map(str, source.input_shape))
-        reason = str(error).partition("\n")[0]
-        if "meta tensor" in reason:
-            reason += "; what depends on values cannot be priced, so write it with tensors (torch.where)"
-        said = f"model = {source.name!r} does not take examples of {shape}: {reason}{place_of(error)}"
-        raise ValueError(said) from error
-    if not isinstance(found, Tensor) or found.shape != (EXAMPLES, source.num_classes):
-        shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(
-            f"model = {source.name!r} returns {shown} for {EXAMPLES} examples: expected logits of shape "
-            f"{(EXAMPLES, source.num_classes)}"
-        )
-    return found
 
 
 def _part(root: nn.Module, nodes: Sequence[fx.Node], begin: int, end: int) -> nn.Module:
@@ -279,11 +256,17 @@ def build_part(source: Source, digest: str, number: int) -> nn.Module:
     if without_values:
         return module
     for layer in module.modules():
-        if callable(reset := getattr(layer, "reset_parameters", None)):
+        if callable(reset := getattr(layer, "reset_parameters", None)) and not _needs_arguments(reset):
             reset()
     if not weights_are_unset() and not traced:
         _draw(module, make(source))
     return module
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    """Return whether a function cannot be called without arguments."""
+    needed = [each for each in signature(function).parameters.values() if each.default is Parameter.empty]
+    return any(each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for each in needed)
 
 
 def _draw(module: nn.Module, whole: nn.Module) -> None:

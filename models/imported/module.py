@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from piecework.device_profiles.plugins import refuse_exit
 from piecework.models.cascade import Shape, norm_layer
@@ -110,11 +111,27 @@ def require_freed(root: nn.Module, source: Source) -> None:
 
 
 def require_state(root: nn.Module, source: Source) -> None:
-    """Raise ValueError if a module keeps a tensor that no file has."""
+    """Raise ValueError if a module keeps a tensor that no file has, or that no message can hold."""
+    arrays = {id(array) for array in root.state_dict(keep_vars=True).values()}
+    known = {id(module) for module in root.modules()} | arrays
     for path, module in root.named_modules():
-        loose = [*module._non_persistent_buffers_set, *(k for k, v in vars(module).items() if isinstance(v, Tensor))]
-        if loose:
+        held = {
+            name: [each for each in tree_leaves(value) if id(each) not in known] for name, value in vars(module).items()
+        }
+        where = f"model = {source.name!r}: {path or type(root).__name__}"
+        loose = [name for name, values in held.items() if any(isinstance(each, Tensor) for each in values)]
+        if loose := [*module._non_persistent_buffers_set, *loose]:
             raise ValueError(
-                f"model = {source.name!r}: {path or type(root).__name__} keeps {loose[0]!r} outside its state dict, so a "
-                "device that gets only a part of the model would not have it: register it as a persistent buffer"
+                f"{where} keeps {loose[0]!r} outside its state dict, so a device that gets only a part of the model would not "
+                "have it: register it as a persistent buffer"
+            )
+        if unseen := [name for name, values in held.items() if any(isinstance(each, nn.Module) for each in values)]:
+            raise ValueError(
+                f"{where} keeps layers in {unseen[0]!r}, which is no module, so torch does not find their weights: make it an "
+                "nn.ModuleList or nn.ModuleDict"
+            )
+        if unsent := [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_complex()]:
+            raise ValueError(
+                f"{where}: the buffer {unsent[0]!r} is {module.get_buffer(unsent[0]).dtype}, which messages do not hold: "
+                "register torch.view_as_real of it, and use torch.view_as_complex in the forward pass"
             )

@@ -1,0 +1,72 @@
+"""What a module outside this project returns for two examples without values: it has to be logits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from piecework.device_profiles.dispatch import without_data
+from piecework.models.imported.module import Source, place_of
+
+EXAMPLES = 2
+
+
+def logits_of(function: Any, source: Source, vocabulary: int) -> Tensor:
+    """Return the logits of two examples without values. Raises ValueError if there are none of the right shape."""
+    kind = torch.int64 if vocabulary else torch.float32
+    with without_data():
+        x = torch.zeros(EXAMPLES, *source.input_shape, dtype=kind)
+    try:
+        with torch.no_grad(), without_data():
+            found = function(x)
+    except Exception as error:
+        shape = "x".join(map(str, source.input_shape))
+        reason = str(error).partition("\n")[0]
+        if "meta tensor" in reason:
+            reason += "; what depends on values cannot be priced, so write it with tensors (torch.where)"
+        said = f"model = {source.name!r} does not take examples of {shape}: {reason}{place_of(error)}"
+        raise ValueError(said) from error
+    _require_logits(found, source)
+    logits: Tensor = found
+    return logits
+
+
+def _require_logits(found: Any, source: Source, when: str = "") -> None:
+    """Raise ValueError for a result of two examples that is no logits; `when` says when a module returned it."""
+    if not isinstance(found, Tensor) or found.shape != (EXAMPLES, source.num_classes):
+        kind = "a dict" if isinstance(found, dict) else f"a {type(found).__name__}"
+        shown = str(tuple(found.shape)) if isinstance(found, Tensor) else kind
+        advice = "" if isinstance(found, Tensor) else "; have a module of yours call it, and return the logits alone"
+        raise ValueError(
+            f"model = {source.name!r} returns {shown} for {EXAMPLES} examples{when}: expected logits of shape "
+            f"{(EXAMPLES, source.num_classes)}{advice}"
+        )
+
+
+def require_logits_in_training(root: nn.Module, source: Source, vocabulary: int) -> None:
+    """Raise ValueError if a module returns something else in training, as with auxiliary logits. It stays in evaluation."""
+    with without_data():
+        x = torch.zeros(EXAMPLES, *source.input_shape, dtype=torch.int64 if vocabulary else torch.float32)
+    root.train()
+    try:
+        with torch.no_grad(), without_data():
+            found = root(x)
+    except Exception:  # what it cannot compute is said where it is evaluated or priced
+        return
+    finally:
+        root.eval()
+    _require_logits(found, source, " in training (self.training)")
+
+
+def require_stateless(root: nn.Module, source: Source, vocabulary: int) -> None:
+    """Raise ValueError if a module that could not be recorded returns no logits, or needs what it kept of a pass before."""
+    try:
+        logits_of(root, source, vocabulary)
+    except ValueError as error:
+        for path, module in root.named_modules():  # what was kept of the recording is no tensor
+            if kept := [name for name, value in vars(module).items() if isinstance(value, fx.Proxy)]:
+                raise ValueError(
+                    f"model = {source.name!r}: {path or type(root).__name__} keeps {kept[0]!r} from one forward pass to the "
+                    "next, whose examples are others: begin each pass without it"
+                ) from error
+        raise

@@ -1,0 +1,113 @@
+"""What devices cannot have of a module outside this project is said before a run begins."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from piecework.models.cascade import initial_state
+from piecework.models.zoo import build_blueprint
+
+
+class Head(nn.Module):
+    """A linear layer, to which the modules below add one thing each that devices cannot have."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(x.flatten(1))
+
+
+class Listed(Head):
+    """Keeps a tensor in a list."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__(classes)
+        self.scales = [torch.ones(64)]
+
+
+class Hidden(Head):
+    """Keeps layers in a list, where torch does not see them."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__(classes)
+        self.layers = [nn.Linear(64, 64)]
+
+
+class Rotated(Head):
+    """Has complex numbers."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__(classes)
+        self.register_buffer("turns", torch.ones(32, dtype=torch.complex64))
+
+
+class Auxiliary(Head):
+    """Returns more in training."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__(classes)
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return (logits, logits) if self.training else logits
+
+
+class Named(Auxiliary):
+    """Returns its logits by name."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": self.fc(x.flatten(1))}
+
+
+class Stateful(nn.Module):
+    """Goes on from the state of the batch before."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__()
+        self.rnn, self.fc = nn.GRU(8, 8, batch_first=True), nn.Linear(8, classes)
+        self.state: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        sequence, self.state = self.rnn(x[:, 0], self.state)
+        return self.fc(sequence[:, -1])
+
+
+class Scaled(nn.Module):
+    """A layer whose `reset_parameters` takes an argument."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(classes, 64))
+        self.reset_parameters(0.5)
+
+    def reset_parameters(self, scale: float) -> None:
+        nn.init.constant_(self.weight, scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.dropout(x.flatten(1), 0.1, self.training), self.weight)
+
+
+WRONG = {
+    "Listed": "Listed keeps 'scales' outside its state dict",
+    "Hidden": "Hidden keeps layers in 'layers', .*: make it an nn.ModuleList",
+    "Rotated": "Rotated: the buffer 'turns' is torch.complex64, which messages do not hold",
+    "Auxiliary": r"returns a tuple for 2 examples in training \(self.training\): expected logits of shape \(2, 10\); have",
+    "Named": r"returns a dict for 2 examples: expected logits of shape \(2, 10\); have",
+    "Stateful": "Stateful keeps 'state' from one forward pass to the next",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_a_module(name: str) -> None:
+    with pytest.raises(ValueError, match=WRONG[name]):
+        build_blueprint(f"{__file__}:{name}", num_classes=10, input_shape=(1, 8, 8))
+
+
+def test_a_layer_whose_reset_takes_an_argument_has_the_weights_of_its_module() -> None:
+    arrays = dict(initial_state(build_blueprint(f"{__file__}:Scaled", num_classes=10, input_shape=(1, 8, 8)), 0))
+    assert (arrays["atoms.0.weight"] == 0.5).all()
