@@ -26,8 +26,8 @@ DATASETS: Mapping[str, Callable[..., Source]] = {
 }
 
 _NAMED = ("fashion-mnist", "cifar10", "cifar10-16", "cifar100", "caltech256", "imdb", "folder", "text")
-# What readers did not find in their first versions: data converted without it are converted again.
-READERS = {"npz": ("groups",)} | dict.fromkeys(_NAMED, ("class names",))
+# What readers did not find, or did not leave out, in their first versions: data converted so are converted again.
+READERS = {"npz": ("groups",), "table": ("spaces behind words",)} | dict.fromkeys(_NAMED, ("class names",))
 OWN = {
     "npz": "file",
     "folder": "dir",

@@ -91,6 +91,8 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(stream)
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects, which are not read: make it an array of numbers of one shape")
     declared, there = math.prod(shape) * dtype.itemsize, min(member.file_size, MOST_DEFLATED * member.compress_size)
     if declared > there:
         raise ValueError(f"{name} declares {dtype} of shape {shape}, {declared:,} bytes, and has at most {there:,}")
@@ -143,16 +145,27 @@ def _as_inputs(array: NDArray[Any], what: str) -> NDArray[Any]:
 def _as_vectors(array: NDArray[Any], what: str) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):
         vectors = array.astype(np.float32)
-    if array.size == 0 or not (np.abs(vectors) <= LARGEST).all():
-        raise DatasetError(
-            f"{what} has shape {array.shape} and values that are not finite, or beyond {LARGEST:g}, or none"
-        )
+    if array.size == 0:
+        raise DatasetError(f"{what} has no values: its shape is {array.shape}")
+    _require_values(array, np.abs(vectors) <= LARGEST, what)
     return vectors
+
+
+def _require_values(array: NDArray[Any], allowed: NDArray[np.bool_], what: str) -> None:
+    """Raise DatasetError for values that are not `allowed`, which names the first."""
+    if not allowed.all():
+        place = np.unravel_index(int(np.argmin(allowed)), array.shape)
+        raise DatasetError(
+            f"{what} has {array[place]} at [{', '.join(map(str, place))}], the first of {np.count_nonzero(~allowed):,} such "
+            f"values: fill missing values, and leave out what is no number up to {LARGEST:g}"
+        )
 
 
 def _as_images(array: NDArray[Any], what: str) -> NDArray[Any]:
     if array.dtype not in (np.uint8, np.float32):
-        raise DatasetError(f"{what} is {array.dtype}; images are uint8 (0..255) or float32")
+        convert = '; write x.astype("float32")' if array.dtype.kind in "biuf" else ""
+        raise DatasetError(f"{what} is {array.dtype}; images are uint8 (0..255) or float32{convert}")
+    given = array
     if array.ndim == 3:
         array = array[..., None]
     elif array.ndim == 4 and array.shape[3] > 4 >= array.shape[1]:
@@ -162,14 +175,18 @@ def _as_images(array: NDArray[Any], what: str) -> NDArray[Any]:
             f"{what} has shape {array.shape}; allowed are (N, H, W), (N, H, W, C), (N, C, H, W), C up to 4, "
             "(N, F) of feature vectors, which are floats, and (N, length) of tokens, which are integers"
         )
-    if array.dtype == np.float32 and not np.isfinite(array).all():
-        raise DatasetError(f"{what} has values that are not finite")
+    if array.dtype == np.float32:
+        _require_values(given, np.isfinite(given), what)
     return np.ascontiguousarray(array)
 
 
 def _as_numbers(array: NDArray[Any], count: int, name: str, what: str) -> NDArray[np.int64]:
     if array.size != count or array.shape[:1] != (count,) or not np.issubdtype(array.dtype, np.integer):
-        raise DatasetError(f"{what} is {array.dtype} of shape {array.shape}; {name}s are integers of shape ({count},)")
+        words = array.shape == (count,) and array.dtype.kind in "USbf"
+        number = "; numpy.unique(ALL, return_inverse=True)[1] numbers those of all parts together" if words else ""
+        raise DatasetError(
+            f"{what} is {array.dtype} of shape {array.shape}; {name}s are integers of shape ({count},){number}"
+        )
     numbers = array.reshape(-1).astype(np.int64)
     if numbers.min() < 0:
         raise DatasetError(f"{what} has a {name} {numbers.min()}; {name}s count from 0")

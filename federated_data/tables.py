@@ -105,6 +105,8 @@ def _read(file: Path, columns: Columns) -> "pandas.DataFrame":
             words = _text_columns(header, columns)
             found: pandas.DataFrame = reader.read_csv(
                 file,
+                header=0,
+                names=header or None,  # without the spaces behind them
                 skipinitialspace=True,
                 dtype=dict.fromkeys(words, str),
                 keep_default_na=False,  # a class or a group may be called NA
@@ -154,6 +156,7 @@ def _text_columns(header: list[str], columns: Columns) -> list[str]:
 
 def _classes_from_text(column: "pandas.Series[str]") -> "pandas.Series[Any]":
     """Return classes as numbers if all that are given are numbers, else the words; what is missing is NaN."""
+    column = column.str.strip()  # spaces in front of a value are left out of all columns
     missing = column.isin(MISSING)
     numbers = import_extra("pandas", "table").to_numeric(column.mask(missing), errors="coerce")
     given = numbers.notna()
@@ -169,7 +172,8 @@ def _require_header(file: Path) -> list[str]:
         if raw.read(2) in UTF_16:
             raise DatasetError(f"{file} is text in UTF-16: save it as CSV in UTF-8")
     with file.open(encoding="utf-8-sig", newline="") as stream:
-        rows = csv.reader(stream, skipinitialspace=True)
+        blank: tuple[list[str], ...] = ([], [""])  # which pandas skips
+        rows = (row for row in csv.reader(stream, skipinitialspace=True) if row not in blank)
         names, first = [name.strip() for name in next(rows, [])], next(rows, [])
     if len(names) == 1 and (other := next((each for each in OTHER_SEPARATORS if each in names[0]), "")):
         raise DatasetError(

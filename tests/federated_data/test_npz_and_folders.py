@@ -51,6 +51,8 @@ def test_a_changed_npz_is_converted_again(tmp_path):
 
 
 X, Y = np.zeros((5, 8, 8), dtype=np.uint8), np.zeros(5, dtype=np.int64)
+NAN = X.astype(np.float32)
+NAN[3, 2, 7] = NAN[4, 0, 0] = np.nan
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,21 @@ X, Y = np.zeros((5, 8, 8), dtype=np.uint8), np.zeros(5, dtype=np.int64)
     [
         ({"x_train": X}, "has no y_train; it holds x_train"),
         ({"x_train": X, "y_train": Y, "x_test": X}, "has no y_test"),
-        ({"x_train": X.astype(float), "y_train": Y}, "is float64; images are uint8 (0..255) or float32"),
+        (
+            {"x_train": X.astype(float), "y_train": Y},
+            "is float64; images are uint8 (0..255) or float32; write x.astype(",
+        ),
         ({"x_train": np.zeros((5, 8, 8, 7), np.uint8), "y_train": Y}, "has shape (5, 8, 8, 7); allowed are (N, H, W)"),
-        ({"x_train": np.full((5, 8, 8), np.nan, np.float32), "y_train": Y}, "not finite"),
+        (
+            {"x_train": NAN[:, None], "y_train": Y},
+            "has nan at [3, 0, 2, 7], the first of 2 such values: fill missing values",
+        ),
+        ({"x_train": NAN[:, 2], "y_train": Y}, "has nan at [3, 7], the first of 1 such values: fill missing values"),
+        (
+            {"x_train": X, "y_train": np.array([*"abcab"])},
+            "numpy.unique(ALL, return_inverse=True)[1] numbers those of all",
+        ),
+        ({"x_train": np.array([None] * 5), "y_train": Y}, "x_train holds Python objects"),
         ({"x_train": X, "y_train": Y[:4]}, "is int64 of shape (4,); labels are integers of shape (5,)"),
         ({"x_train": X[:0], "y_train": Y[:0]}, "has no examples: its shape is (0, 8, 8)"),
         (

@@ -48,6 +48,14 @@ def test_a_table_is_read_as_vectors_and_named_classes(tmp_path: Path, suffix: st
     assert data.std == pytest.approx([*data.inputs.astype(np.float64).std(0)[:2], 1.0], rel=1e-5)  # 1: of a constant
 
 
+def test_spaces_around_names_and_classes_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("\nheight , label \n" + "1, yes\n2,no \n3,yes \n4, no\n" * 10)
+    data = read(file, tmp_path)
+    assert (data.class_names, len(data.labels)) == (("no", "yes"), 32)
+    assert set(zip(data.inputs[:, 0], data.labels, strict=True)) == {(1, 1), (2, 0), (3, 1), (4, 0)}
+
+
 def test_a_folder_has_its_own_test_part(tmp_path: Path) -> None:
     table = frame((3, 7)).assign(group=["a", "b", "c"] * 40)
     table[:80].to_csv(tmp_path / "train.csv", index=False)

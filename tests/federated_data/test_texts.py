@@ -193,7 +193,7 @@ def test_tokens_in_a_file(tmp_path: Path) -> None:
     [
         (np.full((4, 3), -1), r"x_train in .* has tokens from -1 to -1, shape \(4, 3\); tokens are 0 to 65535"),
         (np.full((4, 3), 70_000), r"tokens from 70000 to 70000"),
-        (np.full((4, 3), np.nan), r"x_train in .* values that are not finite"),
+        (np.full((4, 3), np.nan), r"x_train in .* has nan at \[0, 0\]"),
         (np.zeros((4, 0), dtype=int), r"tokens of no values, shape \(4, 0\)"),
     ],
 )
