@@ -28,6 +28,7 @@ UNREADABLE = (
     *(RecursionError, OverflowError, zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError),
 )
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+_UNREAD_SUFFIXES = (".webp", ".bmp", ".gif", ".tif", ".tiff")  # of images that would be left out
 
 
 def npz(source: Path, download: bool) -> Source:
@@ -206,6 +207,11 @@ def _list_images(root: Path, classes: list[str]) -> tuple[list[Path], NDArray[np
         if entry.name not in classes:
             raise DatasetError(f"{entry} is not a class of the training images; those are {', '.join(classes)}")
         found = image_files(entry)
+        if unread := [path for path in sorted(entry.rglob("*")) if path.suffix.lower() in _UNREAD_SUFFIXES]:
+            raise DatasetError(
+                f"{unread[0]} is neither PNG nor JPEG, and one of {len(unread):,} such images that would be left out: convert "
+                "them, as by Pillow's Image.open(FILE).save(NAME.png), and move the others away"
+            )
         files += found
         labels += [classes.index(entry.name)] * len(found)
     if not files:

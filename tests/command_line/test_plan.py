@@ -324,6 +324,8 @@ def test_a_plan_allocates_no_weights() -> None:
         (["--model", "lstm-imdb", "--attack-steps", "3"], "attacks change pixels of images"),
         (["--model", "vgg16", *FEDPROPHET, "--budget", "10MB"], "atom 'conv6' needs"),
         (["--set", "architecture.options=stem"], "'stem' is not NAME=VALUE"),
+        (["--set", "architecture.options=width=2"], "width is no option of one model: it is architecture.width"),
+        (["--set", "architecture.options=name=mine"], "name is no option of one model: it is model"),
         (["--set", "architecture.options=stem=cifar"], "convnet has no option 'stem'"),
         (
             ["--strategy", "fedprophet", "--set", "evaluation.mode=personal"],

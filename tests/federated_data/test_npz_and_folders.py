@@ -157,6 +157,13 @@ def picture(path, level, size=(6, 4), mode="L"):
     Image.new(mode, size, level).save(path)
 
 
+def test_images_of_another_format_are_not_left_out(tmp_path):
+    for name in ("a/0.png", "a/1.webp", "a/deep/2.TIF", "b/0.png"):
+        picture(tmp_path / name, 9)
+    with pytest.raises(DatasetError, match=r"1\.webp is neither PNG nor JPEG, and one of 2 such images"):
+        prepare(f"folder:{tmp_path}", data_dir="", cache_dir=tmp_path / "cache")
+
+
 def test_folder_with_train_and_test(tmp_path):
     for i, name in enumerate(("cat", "dog")):
         for level in (10, 20):

@@ -21,6 +21,14 @@ from piecework.training.settings.table import (
     setting,
 )
 
+OF_ALL_MODELS = {  # what models are built with besides options of their own
+    "width": "architecture.width",
+    "batch_norm": "architecture.batch-norm",
+    "initialisation": "training.initialisation",
+    "name": "model",
+    "num_classes": "that of the data",
+    "input_shape": "that of the data, or data.image-size",
+}
 ATTACKED = case(training__adversarial=True) + able("always_attacks")
 PERSONAL = case(evaluation__mode="personal") + able("personal")
 FlowerPartitioner = Literal[  # of flwr-datasets, those that divide rows by numbers and lists
@@ -137,7 +145,13 @@ class ArchitectureSettings(Table):
         pairs = [pair.partition("=") for pair in self.options.split(",") if pair.strip()]
         if bad := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
             raise ValueError(f"architecture.options = {self.options!r}: {bad[0]!r} is not NAME=VALUE")
-        return {name.strip(): value.strip() for name, _, value in pairs}
+        found = {name.strip(): value.strip() for name, _, value in pairs}
+        if given := [name for name in found if name in OF_ALL_MODELS]:
+            raise ValueError(
+                f"architecture.options = {self.options!r}: {given[0]} is no option of one model: it is "
+                f"{OF_ALL_MODELS[given[0]]}"
+            )
+        return found
 
 
 class TrainingSettings(Table):
