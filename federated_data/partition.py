@@ -234,7 +234,7 @@ def _unbalanced_counts(
     if clients * minimum > total:
         raise ValueError(
             f"{clients} clients with at least {minimum} examples each need {clients * minimum}, there are {total}; "
-            "use fewer clients or smaller min-examples"
+            "use fewer clients, or data.partition-balanced = true, which has no such limit"
         )
     best = 0
     for _ in range(_MAX_DRAWS):
@@ -251,7 +251,7 @@ def _unbalanced_counts(
         best = max(best, int(held.min()))
     raise ValueError(
         f"data.partition-alpha {alpha}: in {_MAX_DRAWS} draws the poorest of {clients} clients got at most {best} of {total}, "
-        f"min-examples is {minimum}; use a larger data.partition-alpha, fewer clients, or data.partition-balanced = true"
+        f"and each needs {minimum}; use a larger data.partition-alpha, fewer clients, or data.partition-balanced = true"
     )
 
 

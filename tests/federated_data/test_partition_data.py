@@ -222,10 +222,14 @@ def test_a_capped_client_with_its_part_gets_nothing_of_later_classes():
 
 def test_unbalanced_client_data_that_cannot_be_drawn_raise_an_error_with_advice():
     with pytest.raises(
-        ValueError, match=r"alpha 0\.001: in 2000 draws the poorest of 20 .*larger data.partition-alpha.*balanced"
+        ValueError,
+        match=r"alpha 0\.001: in 2000 draws the poorest of 20 .* each needs 10; use a larger data.partition-alpha.*balanced",
     ):
         dirichlet(TEN_CLASSES, 20, 0, 0.001, balanced=False)
-    with pytest.raises(ValueError, match=r"3 clients with at least 10 examples each need 30, there are 20; use fewer"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 clients with at least 10 examples each need 30, there are 20; use fewer clients, or data\.part",
+    ):
         dirichlet(np.zeros(20, dtype=int), 3, 0, 1.0, balanced=False)
 
 
