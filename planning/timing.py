@@ -14,14 +14,18 @@ from piecework.training.settings import Settings
 
 
 def local_work(settings: Settings, examples: int) -> tuple[int, int]:
-    """Return the number of batches per round of a client with that many examples, and the number of examples in them."""
-    if settings.training.local_iterations:
-        return settings.training.local_iterations, settings.training.local_iterations * min(
-            settings.training.batch_size, examples
-        )
-    return ceil(
-        examples / settings.training.batch_size
-    ) * settings.training.local_epochs, examples * settings.training.local_epochs
+    """Return the number of batches per round of a client with that many examples, and the number of examples in them.
+
+    An epoch's last batch has what is left of the examples, also among `training.local-iterations`. It is dropped if that is one
+    example, of which batch norms have no statistics (training/examples.py).
+    """
+    size, iterations = settings.training.batch_size, settings.training.local_iterations
+    of_epoch = examples - (examples > 1 and examples % size == 1)
+    batches = ceil(of_epoch / size)
+    if iterations and batches:
+        epochs, more = divmod(iterations, batches)
+        return iterations, epochs * of_epoch + min(more * size, of_epoch)
+    return batches * settings.training.local_epochs, of_epoch * settings.training.local_epochs
 
 
 def batches_of(settings: Settings, seen: int) -> int:

@@ -1,13 +1,19 @@
 """Batches and seconds of a client's work: what a plan says before it and a record after it."""
 
+import numpy as np
 import pytest
-from helpers import a_blueprint, tiny_settings
+import torch
+from helpers import a_blueprint, random_examples, tiny_settings
+from torch import Tensor
 
 from piecework.device_profiles.clock import task_seconds
 from piecework.device_profiles.profile import DeviceState
 from piecework.planning.costs import cost_model_for
 from piecework.planning.timing import batches_of, local_work, swapped_seconds, work_flops, work_seconds
 from piecework.strategies import find_method
+from piecework.training.loop import LocalTrainer
+from piecework.training.memory_cap import MemoryCap
+from piecework.training.setup import training_config_for
 
 
 @pytest.mark.parametrize(
@@ -15,8 +21,11 @@ from piecework.strategies import find_method
     [
         (40, {"training__local_epochs": 3}, 6, 120),  # 32 and 8, three times: not 120 examples in 4 batches
         (64, {"training__local_epochs": 1}, 2, 64),
-        (40, {"training__local_iterations": 5}, 5, 160),
+        (64, {"training__local_iterations": 5}, 5, 160),
+        (40, {"training__local_iterations": 5}, 5, 112),  # 32 and 8, twice, and 32
         (10, {"training__local_iterations": 5}, 5, 50),
+        (33, {"training__local_epochs": 3}, 3, 96),  # the last batch would have one example
+        (33, {"training__local_iterations": 5}, 5, 160),
     ],
 )
 def test_batches_of_full_and_partial_epochs(examples: int, changes: dict[str, int], batches: int, seen: int) -> None:
@@ -24,6 +33,28 @@ def test_batches_of_full_and_partial_epochs(examples: int, changes: dict[str, in
     assert local_work(settings, examples) == (batches, seen)
     assert batches_of(settings, seen) == batches
     assert batches_of(settings, 0) == 0
+
+
+class Counter(LocalTrainer):
+    """Draws batches as any trainer does, and computes nothing."""
+
+    def _begin(self) -> None:
+        pass
+
+    def _step(self, z: Tensor, y: Tensor, rng: np.random.Generator) -> Tensor:
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize("changes", [{"training__local_epochs": 2}, {"training__local_iterations": 7}])
+@pytest.mark.parametrize("examples", [2, 8, 9, 15, 16, 17, 25, 57])
+def test_plans_count_the_examples_that_are_drawn(examples: int, changes: dict[str, int]) -> None:
+    """Otherwise a plan's FLOPs and seconds are not those of the run: 7 batches of 8 out of 9 examples are not 56 examples."""
+    settings = tiny_settings(training__batch_size=8, **changes)
+    trainer = Counter(list, training_config_for(settings, 1.0))
+    data, rng = random_examples(examples, (1, 8, 8)), np.random.default_rng(0)
+    for _ in trainer.epochs():
+        trainer.epoch(data, rng, MemoryCap(0, enforced=False), "train")
+    assert local_work(settings, examples) == (trainer.batches, trainer.seen)
 
 
 def test_seconds_by_hand() -> None:
