@@ -1,10 +1,13 @@
 """The time that a device takes for its work in a round. Plans and records use the same formula."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import ceil
+from typing import NamedTuple
 
 from piecework.device_profiles.clock import simulated_seconds, task_seconds
 from piecework.device_profiles.profile import DeviceState
+from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.costs import CostModel
 from piecework.planning.cut import Cut
 from piecework.planning.page_cost import Moved, moved_by_task
@@ -86,6 +89,40 @@ def saved_by_part(cost_model: CostModel, part: Part, seen: int, batches: int, st
         return 0.0
     size = seen / batches / cost_model.training_config.batch_size
     return (batches - 1) * speed_of(state).hidden(each.times(size) for each in cost_model.trace(part).overlaps)
+
+
+class Between(NamedTuple):
+    """What making the features between parts takes in a round: FLOPs, bytes that are read and written, and batches."""
+
+    flops: int
+    read: int
+    written: int
+    batches: int
+
+
+def made_between(settings: Settings, parts: Sequence[Part], examples: int) -> Between:
+    """Return what a client with so many examples does between parts of one model that it trains one behind the other.
+
+    A trained part runs forward once more, on all of the client's examples, and what it returns goes to a file. Without
+    `memory.feature-cache` all parts before run again in each further epoch. `work_seconds` and records leave this out.
+    """
+    size, (steps, _) = settings.training.batch_size, local_work(settings, examples)
+    batches, total = ceil(examples / size), Between(0, 0, 0, 0)
+    epochs = 1 if settings.memory.feature_cache else ceil(steps / batches)
+    for place, (part, following) in enumerate(pairwise(parts), start=1):
+        if not (part.atoms and following.atoms and part.atoms[-1] < following.atoms[0]) or following.learns:
+            continue
+        times = 1 + (epochs - 1) * (len(parts) - place)
+        flops = sum(layer_statistics(part.blueprint, f"atoms.{atom}").flops for atom in part.atoms)
+        each = flops * examples, stored_bytes(settings, part) * examples, stored_bytes(settings, following) * examples
+        total = Between(*(so_far + times * more for so_far, more in zip(total, (*each, batches), strict=True)))
+    return total
+
+
+def seconds_between(settings: Settings, parts: Sequence[Part], examples: int, state: DeviceState) -> float:
+    """Return the simulated seconds in which a device makes the features between parts (`made_between`)."""
+    made = made_between(settings, parts, examples)
+    return simulated_seconds(state, made.flops, 0, 0, made.read, 2 * made.batches, made.written, made.batches)
 
 
 def stored_bytes(settings: Settings, part: Part) -> int:

@@ -8,8 +8,17 @@ from torch import Tensor
 
 from piecework.device_profiles.clock import task_seconds
 from piecework.device_profiles.profile import DeviceState
+from piecework.models.layer_statistics import layer_statistics
 from piecework.planning.costs import cost_model_for
-from piecework.planning.timing import batches_of, local_work, swapped_seconds, work_flops, work_seconds
+from piecework.planning.timing import (
+    batches_of,
+    local_work,
+    made_between,
+    seconds_between,
+    swapped_seconds,
+    work_flops,
+    work_seconds,
+)
 from piecework.strategies import find_method
 from piecework.training.loop import LocalTrainer
 from piecework.training.memory_cap import MemoryCap
@@ -74,6 +83,28 @@ def test_seconds_by_hand() -> None:
     expected = computed / 1e9 + (300 + 200) / 1e6 + disk / 1e7 + (2 + 1) * 0.25
     found = work_seconds(cut, cut.cost_model, parts, [40, 20], state, (300, 200), 0.5)
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_features_between_pieces_by_hand() -> None:
+    """Three pieces on 40 examples: the first two run once more, and again in a second epoch if features are not kept."""
+    settings = tiny_settings(training__batch_size=32, training__local_epochs=2)
+    blueprint = a_blueprint()
+    cut = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
+    parts = [cut.part(cut.item(atoms)) for atoms in ((0, 1), (2,), (3, 4))]
+    one, two = (sum(layer_statistics(blueprint, f"atoms.{a}").flops for a in part.atoms) for part in parts[:2])
+    entering, behind_one, behind_two = (part.input_bytes for part in parts)
+    made = made_between(settings, parts, 40)
+    assert made == (40 * (one + two), 40 * (entering + behind_one), 40 * (behind_one + behind_two), 4)
+    state = DeviceState("board", 10**9, 1e9, 1e6, 1e7, disk_latency=0.25, disk_write_bandwidth=5e6)
+    expected = made.flops / 1e9 + made.read / 1e7 + made.written / 5e6 + 8 * 0.25
+    assert seconds_between(settings, parts, 40, state) == pytest.approx(expected, rel=1e-12)
+    rounded = made_between(settings.with_values({"memory.features": "bfloat16"}), parts, 40)
+    assert rounded.written == made.written // 2
+    again = made_between(settings.with_values({"memory.feature-cache": False}), parts, 40)
+    assert again.flops == 40 * (3 * one + 2 * two)
+    whole = [cut.part(cut.whole)]
+    assert not any(made_between(settings, whole, 40))
+    assert not any(made_between(settings, [*parts[:1], *whole], 40)), "the whole model reads no features"
 
 
 def test_swapping_takes_what_the_clock_of_batches_says() -> None:
