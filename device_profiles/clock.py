@@ -52,9 +52,9 @@ def batch_access_seconds(state: DeviceState, batch: Batch) -> float:
     seconds = _disk_seconds(state, batch.input_bytes, 1)
     if batch.training_bytes > memory:
         optimizer = FLOAT * 2 * (batch.optimizer_scale - 2) * batch.parameters
-        seconds = _disk_seconds(state, swapped + optimizer, passes + ceil(batch.training_bytes / memory))
+        seconds = _swap_seconds(state, swapped + optimizer, passes + ceil(batch.training_bytes / memory))
     if batch.pass_bytes > memory:
-        seconds += batch.attack_steps * _disk_seconds(state, swapped, 2 * passes)
+        seconds += batch.attack_steps * _swap_seconds(state, swapped, 2 * passes)
     return seconds
 
 
@@ -99,8 +99,15 @@ def simulated_seconds(
     return network + flops / state.flops_per_second + _disk_seconds(state, disk_bytes, accesses - writes) + written
 
 
-def _disk_seconds(state: DeviceState, amount: float, accesses: int) -> float:
+def _disk_seconds(state: DeviceState, amount: float, accesses: float) -> float:
     return amount / state.disk_bandwidth + accesses * state.disk_latency
+
+
+def _swap_seconds(state: DeviceState, amount: float, accesses: int) -> float:
+    """Return the seconds in which `amount` bytes are swapped: all that is written is read again, and the other way round."""
+    half, times = amount / 2, accesses / 2
+    writing = half / state.write_bandwidth + times * state.write_latency
+    return _disk_seconds(state, half, times) + writing
 
 
 def round_seconds(client_seconds: Iterable[float]) -> float:

@@ -73,6 +73,14 @@ def test_a_training_step_that_does_not_fit_is_swapped() -> None:
     assert batch_access_seconds(with_memory(71), attacked) == pytest.approx(144 / 5 + 3 * 0.25)
 
 
+def test_half_of_what_is_swapped_is_written() -> None:
+    """A flash card may write much more slowly than it reads, and its fleet says so."""
+    reads = with_memory(39)  # 112 bytes of features and parameters and 32 of the optimiser, in 2 + 2 accesses
+    slow = dataclasses.replace(reads, disk_write_bandwidth=2.0, disk_write_latency=1.5)
+    assert batch_access_seconds(reads, BATCH) == pytest.approx((112 + 32) / 5 + 4 * 0.25)
+    assert batch_access_seconds(slow, BATCH) == pytest.approx(72 / 5 + 2 * 0.25 + 72 / 2 + 2 * 1.5)
+
+
 def test_attack_steps_that_do_not_fit_are_swapped_too() -> None:
     # At 30 bytes, the training step: 144/5 + (ceil(40/30) + ceil(72/30)) * 0.25 = 28.8 + 5 * 0.25;
     # an attack step: 4 * (2*6 + 4*4) = 112 bytes, ceil(40/30) accesses forward and as many backward.
