@@ -30,7 +30,7 @@ ArrayFilter = Callable[[ArrayRecord], ArrayRecord]  # arrays of the server's mod
 class Context:
     """What an assignment depends on besides the method's cut and state.
 
-    A plan has no `arrays` of a model, so that nothing is drawn from weights, and no client number or round that matters.
+    A plan has no `arrays` of a model, so that nothing is drawn from weights.
     """
 
     device: DeviceState
@@ -120,11 +120,11 @@ class Planner(Protocol):
     def cut(self) -> Cut:
         """The model, as the method cuts it for one fleet, and its costs."""
 
-    def parts(self, stage: int, state: DeviceState, slowest: float) -> list[Part]:
+    def parts(self, stage: int, state: DeviceState, slowest: float, round: int = 1, client: int = 0) -> list[Part]:
         """Return the parts that a device trains in a round of a stage, one after another.
 
-        `slowest` is the smallest FLOP/s among the round's devices. Raises MemoryBudgetExceededError or AtomTooLargeError if the
-        device can train nothing.
+        `slowest` is the smallest FLOP/s among the round's devices. What is drawn is drawn for this round and client. Raises
+        MemoryBudgetExceededError or AtomTooLargeError if the device can train nothing.
         """
 
 

@@ -222,10 +222,12 @@ class Method:
         """
         return ((server_round, server_round) for server_round in range(first, last + 1))
 
-    def parts(self, stage: int, state: DeviceState, slowest: float = inf) -> list[Part]:
+    def parts(
+        self, stage: int, state: DeviceState, slowest: float = inf, round: int = 1, client: int = 0
+    ) -> list[Part]:
         """Return the parts that a device trains in a round of a stage, for a plan (Planner.parts)."""
         key = self.cut.stages[stage].key if self.can.stages else 0
-        ctx = Context(state, slowest, stage=key, clients=self.settings.clients)
+        ctx = Context(state, slowest, key, round, client, clients=self.settings.clients)
         return fitting_parts(self.cut, self.assign(ctx), state)
 
 

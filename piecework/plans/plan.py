@@ -187,7 +187,7 @@ def tasks_of_round(
     """Return the task of every client in a round of a stage, as if it were asked; `number` decides which clients are."""
     speeds = [states[client].flops_per_second for client in draw_clients(planner.cut.settings, states, number)]
     return [
-        client_task(planner, stage, client, state, min(*speeds, state.flops_per_second), examples)
+        client_task(planner, stage, client, state, min(*speeds, state.flops_per_second), examples, number)
         for client, state in enumerate(states)
     ]
 
@@ -198,12 +198,12 @@ def draw_clients(settings: Settings, states: Sequence[object], number: int) -> l
 
 
 def client_task(
-    planner: Planner, stage: int, client: int, state: DeviceState, slowest: float, examples: int
+    planner: Planner, stage: int, client: int, state: DeviceState, slowest: float, examples: int, number: int = 1
 ) -> PlannedTask:
-    """Return the task of one client in a round."""
+    """Return the task of one client in round `number`."""
     cut = planner.cut
     try:
-        parts = tuple(planner.parts(stage, state, slowest))
+        parts = tuple(planner.parts(stage, state, slowest, number, client))
     except (MemoryBudgetExceededError, AtomTooLargeError) as error:
         return PlannedTask(client, state, (), error.needed or 0)
     needed, message_bytes = totals(cut, parts)

@@ -26,12 +26,13 @@ from helpers import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from piecework.device_profiles.fleet import load_fleet
 from piecework.models.cascade import unit_of
 from piecework.models.int8 import Affine, Gate, Int8Conv2d, convolve, find_pairs, fuse, quantise, spread, to_int8
 from piecework.models.layer_statistics import layer_statistics
 from piecework.models.zoo import build_blueprint
 from piecework.planning.costs import cost_model_for
-from piecework.plans.plan import make_plan
+from piecework.plans.plan import make_plan, planner_for, tasks_of_round
 from piecework.plans.question import ask
 from piecework.server_app.records import RunDir
 from piecework.strategies import find_method
@@ -275,6 +276,17 @@ def test_a_plan_agrees_with_a_run(whole_run: tuple[RunDir, RecordingGrid]) -> No
     (stage,) = found["fleet"]["stages"]
     assert stage["participation"] == 1
     assert stage["peak_bytes"] == max(client["measured_peak"] for client in clients_of(whole_run[0]))
+
+
+def test_a_plan_draws_for_each_client_and_round_what_the_run_draws(whole_run: tuple[RunDir, RecordingGrid]) -> None:
+    """One draw for all would tell of one run of layers as of all that a device ever trains."""
+    settings = tiny_settings(**SMALL | {"dataset": f"npz:{few_digits()}"})
+    planner, (states,) = planner_for(load_fleet(settings.fleet), settings, ask(settings))
+    for record in whole_run[0].rounds():
+        tasks = tasks_of_round(planner, 0, record["round"], states, 20)
+        assert {task.client: task.needed for task in tasks} == {
+            c["client"]: c["predicted_peak"] for c in record["clients"]
+        }
 
 
 @pytest.mark.parametrize("seed", [1, 2])
