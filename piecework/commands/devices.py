@@ -97,7 +97,14 @@ def device_cells(row: dict[str, Any]) -> list[str]:
     """Return the `COLUMNS` of a device."""
     ratio = row["memory_ratio"]
     maximum = "up to " if row["assignment"] in ("uniform", "memories") else ""
-    memory = maximum + format_bytes(row["memory_bytes"]) if ratio is None else f"{ratio:.2f} x step"
+    memory = maximum + format_bytes(row["memory_bytes"]) if ratio is None else f"{ratio_text(ratio)} x step"
     network = f"{format_bytes(int(row['bandwidth']))}/s" if row["bandwidth"] else "-"
     disk = f"{format_bytes(int(row['disk_bandwidth']))}/s"
+    if (written := row.get("disk_write_bandwidth")) and written != row["disk_bandwidth"]:
+        disk += f", writes {format_bytes(int(written))}/s"
     return [row["name"], memory, f"{format_flops(row['flops_per_second'])}/s", network, disk]
+
+
+def ratio_text(ratio: float) -> str:
+    """Return a ratio with two decimals, or with more if two are not all: 0.004 is not nothing, and 0.9999 not a step."""
+    return f"{ratio:.2f}" if round(ratio, 2) == ratio else f"{ratio:.4g}"
