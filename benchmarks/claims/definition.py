@@ -104,10 +104,7 @@ class Case(_Table):
 
 
 class Row(_Table):
-    """A system with its settings. `cases` is empty for all, `rates` for those of the claim, `seeds` for those of the case.
-
-    `advice` are settings that `piecework plan --suggest` gives with the system where it recommends it because of the row.
-    """
+    """A system with its settings. `cases` is empty for all, `rates` for those of the claim, `seeds` for those of the case."""
 
     name: Name
     settings: Given = {}

@@ -66,11 +66,10 @@ def advise(
         simple, first = fedavg_verdict(settings, question, plain)
         rows = beside.rows(plan)
     found = [rows[name] for name in names]
-    traced = settings.memory.model == "traced"
-    climbs = traced and not simple["fits"]
+    climbs = settings.memory.model == "traced" and not simple["fits"]
     able = [row for row in found if not row["reason"]]
     first += [row for name in (*list_advised(), *own) for row in able if row["strategy"] == name]
-    situation = situate(settings, question) if climbs or (traced and personal) else None
+    situation = situate(settings, question) if climbs or (own and settings.memory.model == "traced") else None
     recommended = recommend(simple, first, attacked, near(situation, read_cases()) if situation else None, able)
     if recommended and not METHODS[recommended["strategy"]].can.personal:
         recommended["settings"] |= mode

@@ -43,7 +43,7 @@ def test_settings_about_a_word() -> None:
     assert row["allowed"] == "float32 | bfloat16"
     with pytest.raises(SettingsError, match="no setting is about 'momentm': piecework settings lists all"):
         setting_rows("momentm")
-    assert keys("fedavg") == [*OF_MOST, "faults.accept-late", "fedavg.client-weights"]
+    assert keys("fedavg") == [*OF_MOST, "faults.accept-late", "fedavg.client-weights", "fedavg.fine-tuning-epochs"]
 
 
 def test_every_strategy_is_listed() -> None:
