@@ -3,7 +3,7 @@
 Each method's cut is in the file of the method or next to it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self, final
@@ -214,10 +214,6 @@ class Cut:
         size = sum(layer_statistics(blueprint, unit).state_bytes for unit, blueprint in units.items())
         count = sum(entries(blueprint, unit) for unit, blueprint in units.items())
         return Traffic((size, size), (count, count))
-
-    def executed(self, parts: Sequence[Part]) -> float:
-        """Return the fraction of the FLOPs of `parts` that a client is expected to execute, where steps draw what they run."""
-        return 1.0
 
     def evaluation_bytes(self, examples: int) -> int:
         """Return the fewest bytes with which a client evaluates the model, 0 if it needs less than what it trains.

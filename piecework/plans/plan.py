@@ -208,7 +208,7 @@ def client_task(
         return PlannedTask(client, state, (), error.needed or 0)
     needed, message_bytes = totals(cut, parts)
     _, seen = local_work(cut.settings, examples)
-    flops = work_flops(cut.cost_model, parts, [seen] * len(parts), cut.executed(parts))
+    flops = work_flops(cut.cost_model, parts, [seen] * len(parts))
     return PlannedTask(client, state, parts, needed, seconds_of(cut, parts, state, examples), message_bytes, flops)
 
 
@@ -223,8 +223,7 @@ def time_task(task: PlannedTask) -> Timed | None:
 def seconds_of(cut: Cut, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
     """Return the seconds of a round of a device that trains these parts on this many examples."""
     _, seen = local_work(cut.settings, examples)
-    message_bytes, executed = totals(cut, tuple(parts))[1], cut.executed(parts)
-    return work_seconds(cut, cut.cost_model, parts, [seen] * len(parts), state, message_bytes, executed)
+    return work_seconds(cut, cut.cost_model, parts, [seen] * len(parts), state, totals(cut, tuple(parts))[1])
 
 
 def swap_seconds(cut: Cut, part: Part, state: DeviceState, examples: int) -> float:

@@ -17,10 +17,8 @@ the version that SpaFL compares with: the ratio is from U(p_min, p_max). A serve
 middle of one of 32 equal parts.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from statistics import fmean
 from typing import Any
 
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
@@ -120,12 +118,6 @@ class FjORDCut(HeteroFLCut):
             steps = range(1 + self.count_nested(level))
             self._bytes[item] = max(self.cost_model.bytes(self.step(level, drawn)) for drawn in steps)
         return self._bytes[item]
-
-    def executed(self, parts: Sequence[Part]) -> float:
-        """Return the mean FLOPs of the nets that batches draw, as a fraction of those of the widest one."""
-        level = self.models.index(parts[0].blueprint)
-        flops = [self.cost_model.trace(self.step(level, drawn)).flops for drawn in range(1 + self.count_nested(level))]
-        return fmean(flops) / flops[0]
 
 
 class FjORD(HeteroFL):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from safetensors.numpy import load_file
 from torch.nn import functional as F
 
 from piecework import load
-from piecework.device_profiles.fleet import load_fleet
 from piecework.models.cascade import isolate_rng
 from piecework.models.channels import channel_axes
 from piecework.models.nested_norms import NestedNorms
@@ -34,9 +32,6 @@ from piecework.models.width import shapes, sub_indices, take, take_first
 from piecework.models.zoo import build_blueprint
 from piecework.planning import costs
 from piecework.planning.part import whole_model
-from piecework.planning.timing import local_work, work_seconds
-from piecework.plans.plan import client_task, planner_for
-from piecework.plans.question import PlanQuestion
 from piecework.strategies.width.fjord.client import NestedLoss
 from piecework.strategies.width.fjord.server import FjORD, FjORDCut
 from piecework.training.loop import PieceModel
@@ -210,28 +205,6 @@ def test_prices_are_what_the_step_takes_that_takes_most(tmp_path: Path, model: s
     assert all(c["measured_peak"] == c["predicted_peak"] for c in record["clients"])
     whole = [c["flops"] for c in record["clients"]]
     assert len(set(whole)) > 1, "nets are drawn, and what they execute is counted"
-
-
-def test_a_plan_expects_the_mean_of_the_nets_that_are_drawn() -> None:
-    """A device that holds the full width trains it in a third of its batches only."""
-    settings = tiny_settings(**FJORD | {"fleet": fleet_json(rich=3.0)})
-    question = PlanQuestion((1, 8, 8), 10, 2 * settings.training.batch_size)
-    planner, ((state, *_),) = planner_for(load_fleet(settings.fleet), settings, question)
-    assert isinstance(planner.cut, FjORDCut)
-    flops = [planner.cut.cost_model.trace(planner.cut.step(0, drawn)).flops for drawn in range(3)]
-    task = client_task(planner, 0, 0, state, state.flops_per_second, question.examples)
-    expected = 2 * settings.training.local_epochs * fmean(flops)
-    assert task.flops == pytest.approx(expected)
-    less = 2 * settings.training.local_epochs * flops[0] - expected
-    whole = work_seconds(
-        planner.cut,
-        planner.cut.cost_model,
-        task.parts,
-        [local_work(settings, question.examples)[1]],
-        state,
-        task.message_bytes,
-    )
-    assert task.seconds == pytest.approx(whole - less / state.flops_per_second)
 
 
 def test_nested_norms_keep_no_running_statistics() -> None:
