@@ -28,7 +28,7 @@ def write_evidence(names: Sequence[str], docs: Path = DOCS, file: Path = FILE) -
 
 
 def document(names: Sequence[str], docs: Path = DOCS) -> str:
-    """Return the text of the evidence: each case in which two candidates or more have trained, and most have a record.
+    """Return the text of the evidence: each case in which two candidates or more have trained, and two thirds have a record.
 
     One with fewer would stand before an older case that has all of its rivals.
     """
@@ -43,7 +43,7 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
         there = [each for each in found[case.name] if each.candidate]
         ran = [each for each in there if each.runs]
         plain = plain_rows(row for row in claim.rows if row in [each.row for each in ran])
-        if len(ran) > 1 and sum(each.recorded for each in there) > len(there) / 2:
+        if len(ran) > 1 and 3 * sum(each.recorded for each in there) >= 2 * len(there):
             yield {
                 "claim": claim.name,
                 "name": case.name,
