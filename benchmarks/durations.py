@@ -39,7 +39,7 @@ from piecework.models.zoo import is_token_model
 from piecework.planning.assignment import Planner
 from piecework.planning.cut import Cut
 from piecework.planning.part import Part, whole_model
-from piecework.planning.timing import local_work, work_flops
+from piecework.planning.timing import round_flops
 from piecework.plans.plan import planner_for
 from piecework.plans.question import PlanQuestion, ask
 from piecework.strategies.cascade.fedprophet.settings import FedProphetSettings
@@ -191,7 +191,6 @@ def work_of(settings: Settings) -> Work:
     question = PlanQuestion(shape, classes, FEMNIST[2] // settings.clients) if own else ask(settings)
     planner, states = planner_for(load_fleet(settings.fleet), settings, question)
     cut = planner.cut
-    seen = local_work(settings, question.examples)[1]
     rounds = stage_rounds(settings, cut)
     clean = settings.attack.warmup / max(1, rounds[0]) if cut.cost_model.training_config.attack else 0.0
     client, asked = [], states[0] if load_fleet(settings.fleet).memories else states[0][:20]
@@ -199,8 +198,8 @@ def work_of(settings: Settings) -> Work:
     for stage in range(len(cut.stages)):
         parts = [parts_of(planner, stage, state, slowest) for state in asked]
         flops = [
-            clean * work_flops(cut.cost_model.unattacked, some, [seen] * len(some))
-            + (1 - clean) * work_flops(cut.cost_model, some, [seen] * len(some))
+            clean * round_flops(settings, cut.cost_model.unattacked, some, question.examples)
+            + (1 - clean) * round_flops(settings, cut.cost_model, some, question.examples)
             for some in parts
             if some
         ]

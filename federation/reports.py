@@ -14,7 +14,7 @@ from piecework.models.step import Step, with_step
 from piecework.models.work_item import WorkItem
 from piecework.planning.counts import bits, dense_flops
 from piecework.planning.cut import Cut
-from piecework.planning.timing import local_work, work_flops, work_seconds
+from piecework.planning.timing import local_work, made_between, work_flops, work_seconds
 from piecework.training.answers import Answer, printable, read_answer, reason_of
 from piecework.training.messages import Task, content_bytes
 from piecework.training.readable import UNUSABLE
@@ -137,15 +137,18 @@ class ClientReport:
         # Clean rounds of adversarial training cost steps without an attack.
         cost_model = cut.cost_model if task.adversarial else cut.cost_model.unattacked
         self.step = "; ".join(dict.fromkeys(filter(None, (part.step for part in parts))))
-        self.flops = work_flops(cost_model, parts, seen, executed)
+        steps = work_flops(cost_model, parts, seen, executed)
+        self.flops = steps + made_between(cut.settings, parts, self.examples).flops
         if self.step:
             plain = [with_step(part, Step()) for part in parts]
-            self.step_flops = self.flops / work_flops(cost_model, plain, seen, executed)
+            self.step_flops = steps / work_flops(cost_model, plain, seen, executed)
         self.counted_bits = bits(*cut.traffic(parts).values)
         dense = sum(dense_flops(p.forward_flops / 2, n) for p, n in zip(parts, seen, strict=True))
         self.counted_flops = executed * dense
         message_bytes = self.bytes_down, self.bytes_up
-        self.simulated_seconds = work_seconds(cut, cost_model, parts, seen, state, message_bytes, executed)
+        self.simulated_seconds = work_seconds(
+            cut, cost_model, parts, seen, self.examples, state, message_bytes, executed
+        )
 
     def read(self, answer: Answer) -> None:
         """Copy the remark and the metrics of an answer, which are in range."""

@@ -38,8 +38,14 @@ def batches_of(settings: Settings, seen: int) -> int:
     return ceil(seen / (settings.training.local_epochs * settings.training.batch_size)) * settings.training.local_epochs
 
 
+def round_flops(settings: Settings, cost_model: CostModel, parts: Sequence[Part], examples: int) -> float:
+    """Return the FLOPs of a round of a client that trains parts on all of its examples: its steps, and features between."""
+    _, seen = local_work(settings, examples)
+    return work_flops(cost_model, parts, [seen] * len(parts)) + made_between(settings, parts, examples).flops
+
+
 def work_flops(cost_model: CostModel, parts: Sequence[Part], seen: Sequence[int], executed: float = 1.0) -> float:
-    """Return the FLOPs of parts, each on that many examples (`seen`), times the fraction `executed` of them."""
+    """Return the FLOPs of the steps of parts, each on that many examples (`seen`), times the fraction `executed` of them."""
     size = cost_model.training_config.batch_size
     return executed * sum(cost_model.trace(part).flops * n / size for part, n in zip(parts, seen, strict=True))
 
@@ -49,15 +55,16 @@ def work_seconds(
     cost_model: CostModel,
     parts: Sequence[Part],
     seen: Sequence[int],
+    examples: int,
     state: DeviceState,
     message_bytes: tuple[int, int],
     executed: float = 1.0,
 ) -> float:
     """Return the simulated seconds of a device that trains parts one after another, each on that many examples (`seen`).
 
-    `message_bytes` are those received and sent. Each part is read from disk once, or moved by paged steps, which may compute
-    while they read, and its inputs are read with every batch. With a cut that swaps, there is one part, which may be larger
-    than the device's memory, unless `memory.fit` fits its step.
+    Between two parts it makes features of all of its `examples`. `message_bytes` are those received and sent. Each part is read
+    from disk once, or moved by paged steps, which may compute while they read, and its inputs are read with every batch. With a
+    cut that swaps, there is one part, which may be larger than the device's memory, unless `memory.fit` fits its step.
     """
     if cut.swaps and not any(part.step for part in parts):
         (part,), (n,) = parts, seen
@@ -70,7 +77,7 @@ def work_seconds(
     flops = work_flops(cost_model, parts, seen, executed)
     saved = sum(saved_by_part(cost_model, p, n, m, state) for p, n, m in zip(parts, seen, batches, strict=True))
     seconds = simulated_seconds(state, flops, *message_bytes, total.read, total.accesses, total.written, total.writes)
-    return seconds - saved
+    return seconds - saved + seconds_between(cut.settings, parts, examples, state)
 
 
 def moved_by_part(cost_model: CostModel, part: Part, batches: int) -> Moved:
@@ -104,7 +111,7 @@ def made_between(settings: Settings, parts: Sequence[Part], examples: int) -> Be
     """Return what a client with so many examples does between parts of one model that it trains one behind the other.
 
     A trained part runs forward once more, on all of the client's examples, and what it returns goes to a file. Without
-    `memory.feature-cache` all parts before run again in each further epoch. `work_seconds` and records leave this out.
+    `memory.feature-cache` all parts before run again in each further epoch.
     """
     size, (steps, _) = settings.training.batch_size, local_work(settings, examples)
     batches, total = ceil(examples / size), Between(0, 0, 0, 0)

@@ -9,7 +9,7 @@ from piecework.device_profiles.clock import simulated_seconds
 from piecework.federation.pace import Done, Load, Pace, deadline_message
 from piecework.federation.reports import ClientReport
 from piecework.federation.transport import Sent
-from piecework.planning.timing import local_work, work_flops
+from piecework.planning.timing import round_flops
 from piecework.strategies.server import MethodServer
 from piecework.training.messages import Task
 
@@ -58,9 +58,8 @@ class Deadlines:
             return 0.0
         cut = self.server.method.cut
         cost_model = cut.cost_model if task.adversarial else cut.cost_model.unattacked
-        _, seen = local_work(self.settings, self.registry.members[client].examples)
         parts = [cut.part(item) for item in task.costs]
-        return max(1.0, work_flops(cost_model, parts, [seen] * len(parts)))
+        return max(1.0, round_flops(self.settings, cost_model, parts, self.registry.members[client].examples))
 
     def seconds(self, sent: Sent) -> float:
         """Return the seconds for which the answer to a message of this round is awaited."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from piecework.device_profiles.documents import read_json
 from piecework.federation.reports import ClientReport
 from piecework.planning.now import doing
-from piecework.planning.timing import local_work, work_flops
+from piecework.planning.timing import round_flops
 from piecework.strategies.server import MethodServer
 
 FILE = "now.json"
@@ -183,8 +183,8 @@ def _seconds(server: MethodServer, client: int, task: Any) -> float:
     if assigned is None or client not in server.registry.members:
         return 0.0
     cost_model = cut.cost_model if task.adversarial else cut.cost_model.unattacked
-    _, seen = local_work(server.settings, server.registry.members[client].examples)
     # norms are measured in the served model, which a method may not train, in a forward pass that takes little time
     listed = [item for item in assigned.assignment.items if task.needed_bytes(item) is not None and not item.measured]
     parts = [cut.part(task.fit_item(item, assigned.device.allowed_bytes)) for item in listed]
-    return work_flops(cost_model, parts, [seen] * len(parts)) / assigned.device.flops_per_second
+    examples = server.registry.members[client].examples
+    return round_flops(server.settings, cost_model, parts, examples) / assigned.device.flops_per_second

@@ -3,6 +3,7 @@
 All figures are predicted for one device in one round, by the costs and the clock of plans.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -17,7 +18,7 @@ from piecework.planning.fit import cheapest, smallest
 from piecework.planning.less_memory import FIT
 from piecework.planning.page_plan import speed_of
 from piecework.planning.part import Part
-from piecework.planning.timing import local_work, made_between, seconds_between, stored_bytes
+from piecework.planning.timing import local_work, made_between, stored_bytes
 from piecework.plans.plan import PlannedTask, client_task, planner_for, seconds_of
 from piecework.plans.question import PlanQuestion
 from piecework.strategies import find_method
@@ -128,7 +129,7 @@ def in_pieces(name: str) -> bool:
 def system(settings: Settings, question: PlanQuestion, name: str, state: DeviceState, plain: int) -> Rung | None:
     """Return the row of a system's pieces on a device, as means over its stages; None if the device cannot train them.
 
-    Its figures include the features between the pieces (`with_features`).
+    What it reads and writes are the features between the pieces.
     """
     settings = settings.with_values({"strategy": name, "memory.fit": ""})
     try:
@@ -145,31 +146,24 @@ def system(settings: Settings, question: PlanQuestion, name: str, state: DeviceS
     names = atom_names(planner.cut.model)
     left_out = [name for number, name in enumerate(names) if number not in held]
     needed = max(task.needed for task in tasks)
-    flops, moved, seconds = zip(
-        *(with_features(settings, task, state, question.examples) for task in tasks), strict=True
-    )
+    moved = fmean(moved_features(settings, task.parts, question.examples) for task in tasks)
     return Rung(
         name,
         f"{describe(tasks)}{f', without {consecutive(left_out, names)}' if left_out and len(tasks) == 1 else ''}",
         needed,
-        fmean(flops) / (plain * steps),
-        round(fmean(moved) / steps),
-        fmean(seconds),
+        fmean(task.flops for task in tasks) / (plain * steps),
+        round(moved / steps),
+        fmean(task.seconds for task in tasks),
         "pieces" if len(tasks) == 1 else f"pieces, in {len(tasks)} stages",
         needed <= state.allowed_bytes,
     )
 
 
-def with_features(settings: Settings, task: PlannedTask, state: DeviceState, examples: int) -> tuple[float, int, float]:
-    """Return the FLOPs of a round, what it reads and writes of features, and its seconds.
-
-    Plans and records leave out how features between pieces are made. Without it, pieces that train all of a model would seem to
-    take fewer FLOPs than the model, and less time than they do.
-    """
-    made, (_, seen) = made_between(settings, task.parts, examples), local_work(settings, examples)
-    used = sum(stored_bytes(settings, part) * seen for part in task.parts[1:]) if made.written else 0
-    seconds = task.seconds + seconds_between(settings, task.parts, examples, state)
-    return task.flops + made.flops, made.read + made.written + used, seconds
+def moved_features(settings: Settings, parts: Sequence[Part], examples: int) -> int:
+    """Return the bytes that a round reads and writes of features between parts, and to make them."""
+    made, (_, seen) = made_between(settings, parts, examples), local_work(settings, examples)
+    used = sum(stored_bytes(settings, part) * seen for part in parts[1:]) if made.written else 0
+    return made.read + made.written + used
 
 
 def describe(tasks: list[PlannedTask]) -> str:

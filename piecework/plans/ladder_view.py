@@ -12,8 +12,7 @@ from piecework.plans.plan_view import columns
 COLUMNS = ("step", "memory", "FLOPs", "disk", "time", "step of the whole model")
 LEGEND = (
     "memory: of a step; disk: read and written in a step; time: predicted for a round; *: fits the device. A step that does "
-    "not fit is the smallest of its kind. The figures of pieces include making the features between them, which plans and "
-    "records leave out."
+    "not fit is the smallest of its kind. The figures of pieces include making the features between them."
 )
 
 

@@ -21,7 +21,7 @@ from piecework.planning.coverage import Trainer, richest
 from piecework.planning.cut import Cut, label, trains_adversarially
 from piecework.planning.paper_memory import MACS
 from piecework.planning.part import Part, whole_model
-from piecework.planning.timing import local_work, swapped_seconds, work_flops, work_seconds
+from piecework.planning.timing import local_work, round_flops, swapped_seconds, work_seconds
 from piecework.plans.parts import simulated_swapping, trained_fractions
 from piecework.plans.plan_evaluation import evaluation_row
 from piecework.plans.plan_privacy import privacy_row
@@ -207,8 +207,7 @@ def client_task(
     except (MemoryBudgetExceededError, AtomTooLargeError) as error:
         return PlannedTask(client, state, (), error.needed or 0)
     needed, message_bytes = totals(cut, parts)
-    _, seen = local_work(cut.settings, examples)
-    flops = work_flops(cut.cost_model, parts, [seen] * len(parts))
+    flops = round_flops(cut.settings, cut.cost_model, parts, examples)
     return PlannedTask(client, state, parts, needed, seconds_of(cut, parts, state, examples), message_bytes, flops)
 
 
@@ -223,7 +222,7 @@ def time_task(task: PlannedTask) -> Timed | None:
 def seconds_of(cut: Cut, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
     """Return the seconds of a round of a device that trains these parts on this many examples."""
     _, seen = local_work(cut.settings, examples)
-    return work_seconds(cut, cut.cost_model, parts, [seen] * len(parts), state, totals(cut, tuple(parts))[1])
+    return work_seconds(cut, cut.cost_model, parts, [seen] * len(parts), examples, state, totals(cut, tuple(parts))[1])
 
 
 def swap_seconds(cut: Cut, part: Part, state: DeviceState, examples: int) -> float:

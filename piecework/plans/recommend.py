@@ -13,7 +13,6 @@ from piecework.strategies import find_method
 from piecework.training.methods import METHODS, SIMPLEST
 
 USEFUL = 0.05  # of a model's parameters; less is no model that one would use
-BESIDE = "without making the features between pieces"  # so are the times of plans and records (planning/timing.py)
 Row = dict[str, Any]
 
 
@@ -89,11 +88,10 @@ def rival_text(ahead: Ahead, rival: Row) -> str:
     """Return how far a row was ahead of what would be tried first without measurements, and how long both take."""
     name = f"{rival['strategy']} with memory.fit" if rival["fit"] else rival["strategy"]
     own, other = format_seconds(ahead.row["round_seconds"]), format_seconds(rival["round_seconds"])
-    beside = f", {BESIDE}" if any(METHODS[row["strategy"]].can.cuts for row in (ahead.row, rival)) else ""
     seeds = "one seed" if ahead.seeds == 1 else f"{ahead.seeds} seeds"
     return (
         f"Every device could do {name} too, but in what was measured nearest that was {ahead.points:.1f} points of accuracy "
-        f"behind after as many rounds ({seeds}). A round takes {own} here, and {other} by {name}{beside}."
+        f"behind after as many rounds ({seeds}). A round takes {own} here, and {other} by {name}."
     )
 
 
@@ -127,7 +125,7 @@ def pieces_text(chosen: Row, rows: list[Row]) -> str:
         return ""
     quickest = min(cut, key=lambda row: row["round_seconds"])
     own, other = format_seconds(chosen["round_seconds"]), format_seconds(quickest["round_seconds"])
-    return f"A round takes {own}; with {quickest['strategy']}, which trains the model in pieces, {other}, {BESIDE}."
+    return f"A round takes {own}; with {quickest['strategy']}, which trains the model in pieces, {other}."
 
 
 def cost_text(fitted: Row) -> str:

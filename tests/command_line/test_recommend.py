@@ -32,7 +32,7 @@ SIMPLE = {"fits": False, "participation": 0.0, "fitted": FITTED}
             {"strategy": "fedavg", "memory.fit": "auto"},
             "60 MB instead of 90 MB for a step (recomputes 3 atoms), and 1.25 times the FLOPs, and so that much more time to "
             "compute. A step moves 5 MB to and from the disk. A round takes 1 min 0 s; with fedepth, which trains the model in "
-            "pieces, 40 s, without making the features between pieces.",
+            "pieces, 40 s.",
         ),
         (
             [row("fedavg", 0.2), row("fedavg", 0.5, fit="auto"), row("fedepth", 1.0), row("allsmall", 1.0, 0.3)],
@@ -101,7 +101,7 @@ def test_what_was_ahead_in_the_nearest_case_is_recommended_if_every_device_can_d
     assert pieces["text"] == (
         "Every device trains the whole model in pieces that fit it. Every device could do fedavg with memory.fit too, but in "
         "what was measured nearest that was 2.1 points of accuracy behind after as many rounds (one seed). A round takes 40 s "
-        "here, and 1 min 0 s by fedavg with memory.fit, without making the features between pieces."
+        "here, and 1 min 0 s by fedavg with memory.fit."
     )
     narrow = found(rows, {"fedavg": 5.0, "fedepth": 3.0}, fedepth=44.0, fedavg=42.0, allsmall=47.0)
     assert narrow["settings"] == {"strategy": "allsmall"}

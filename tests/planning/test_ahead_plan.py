@@ -94,7 +94,7 @@ def test_the_clock_of_a_device_that_reads_ahead() -> None:
     atoms = tuple((atom, atom + 1) for atom in range(len(blueprint.atoms)))
     parts = [replace(cut.stages[0].parts[0], pages=atoms, ahead=ahead) for ahead in (False, True)]
     state = DeviceState("board", 10**9, 1e9, 1e6, 1e7, disk_latency=0.001)
-    seconds = [work_seconds(cut, cut.cost_model, [part], [100], state, (300, 200)) for part in parts]
+    seconds = [work_seconds(cut, cut.cost_model, [part], [100], 100, state, (300, 200)) for part in parts]
     saved = 3 * sum(
         min(flops * 25 / 32 / 1e9, read / 1e7 + accesses * 0.001)
         for flops, read, accesses in cut.cost_model.trace(parts[1]).overlaps

@@ -14,6 +14,7 @@ from piecework.planning.timing import (
     batches_of,
     local_work,
     made_between,
+    round_flops,
     seconds_between,
     swapped_seconds,
     work_flops,
@@ -67,7 +68,7 @@ def test_plans_count_the_examples_that_are_drawn(examples: int, changes: dict[st
 
 
 def test_seconds_by_hand() -> None:
-    """Two pieces on 40 and on 20 examples, of which half the FLOPs are executed."""
+    """Two pieces on 40 and on 20 examples, of which half the FLOPs are executed, with features of 40 between them."""
     settings = tiny_settings(training__batch_size=32, training__local_epochs=1)
     blueprint = a_blueprint()
     cut = find_method("fedepth").make_cut(blueprint, cost_model_for(settings, blueprint), settings)
@@ -81,8 +82,10 @@ def test_seconds_by_hand() -> None:
     assert work_flops(cut.cost_model, parts, [40, 20], 0.5) == computed
     disk = held + entering * 40 + held2 + entering2 * 20
     expected = computed / 1e9 + (300 + 200) / 1e6 + disk / 1e7 + (2 + 1) * 0.25
-    found = work_seconds(cut, cut.cost_model, parts, [40, 20], state, (300, 200), 0.5)
-    assert found == pytest.approx(expected, rel=1e-12)
+    between = seconds_between(settings, parts, 40, state)
+    assert between > 0
+    found = work_seconds(cut, cut.cost_model, parts, [40, 20], 40, state, (300, 200), 0.5)
+    assert found == pytest.approx(expected + between, rel=1e-12)
 
 
 def test_features_between_pieces_by_hand() -> None:
@@ -105,6 +108,8 @@ def test_features_between_pieces_by_hand() -> None:
     whole = [cut.part(cut.whole)]
     assert not any(made_between(settings, whole, 40))
     assert not any(made_between(settings, [*parts[:1], *whole], 40)), "the whole model reads no features"
+    steps = work_flops(cut.cost_model, parts, [80] * 3)
+    assert round_flops(settings, cut.cost_model, parts, 40) == steps + made.flops
 
 
 def test_swapping_takes_what_the_clock_of_batches_says() -> None:
@@ -117,5 +122,5 @@ def test_swapping_takes_what_the_clock_of_batches_says() -> None:
     assert batch.training_bytes > state.budget_bytes
     found = swapped_seconds(settings, cut.cost_model, part, 64, state, (300, 200))
     assert found == pytest.approx(task_seconds(state, [batch, batch], 300, 200))
-    fits = work_seconds(cut, cut.cost_model, [part], [64], state, (300, 200))
+    fits = work_seconds(cut, cut.cost_model, [part], [64], 64, state, (300, 200))
     assert found > fits + 2 * 4 * 4 * batch.parameters / 1e7  # parameters alone go both ways twice, for each batch
