@@ -6,7 +6,7 @@ A device builds an atom from a copy of the module without values, and reads its 
 import copy
 import hashlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -23,6 +23,7 @@ from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weights_are_unset
 from piecework.models.channels import channel_axes
 from piecework.models.imported.boundaries import choose, is_weighted
+from piecework.models.imported.constants import find_constants, find_needed, is_device, is_length
 from piecework.models.imported.graph import UntraceableError, as_module, record_calls
 from piecework.models.imported.logits import EXAMPLES, logits_of, require_logits_in_training, require_stateless
 from piecework.models.imported.module import Source, make, require_freed, require_state
@@ -89,7 +90,8 @@ def _whole_cut(source: Source) -> CutModule:
         graph = record_calls(root)
         nodes = [node for node in graph.nodes if node.op != "output"]
         values = _run(fx.GraphModule(root, graph), source, vocabulary)
-        positions = choose(nodes, dict(root.named_modules()), values)
+        constants = find_constants(nodes, dict(root.named_modules()), values)
+        positions = choose(nodes, dict(root.named_modules()), values, constants)
         positions = _join_classifier(root, nodes, positions, values)
         if not positions:
             reason = f"{type(root).__name__}: no point is crossed by one tensor alone"
@@ -101,7 +103,10 @@ def _whole_cut(source: Source) -> CutModule:
         names, shapes = [type(root).__name__.lower()], [(source.num_classes,)]
     else:
         ends = [*positions, len(nodes) - 1]
-        parts = [_part(root, nodes, a + 1, b + 1) for a, b in zip([-1, *ends[:-1]], ends, strict=True)]
+        lengths = {node: values[node] for node in constants if is_length(node, values)}
+        parts = [
+            _part(root, nodes, a + 1, b + 1, constants, lengths) for a, b in zip([-1, *ends[:-1]], ends, strict=True)
+        ]
         names, shapes = _names(root, nodes, positions), [tuple(values[nodes[p]].shape[1:]) for p in positions]
     require_logits_in_training(root, source, vocabulary)
     return CutModule(tuple(parts), tuple(names), tuple(shapes), _digest(root, parts, source), vocabulary, reason)
@@ -215,15 +220,28 @@ def _run(module: fx.GraphModule, source: Source, vocabulary: int) -> dict[fx.Nod
     return values.env
 
 
-def _part(root: nn.Module, nodes: Sequence[fx.Node], begin: int, end: int) -> nn.Module:
-    """Return the module that runs nodes[begin:end] on the result of the node before them."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+def _part(
+    root: nn.Module,
+    nodes: Sequence[fx.Node],
+    begin: int,
+    end: int,
+    constants: Set[fx.Node],
+    lengths: Mapping[fx.Node, int],
+) -> nn.Module:
+    """Return the module that runs nodes[begin:end] on the result of the node before them.
+
+    It computes the `constants` that these use by itself. `lengths` are those of the model's input, which it does not have.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, Any]()
     if begin:
-        copies[nodes[begin - 1]] = graph.placeholder("z")
-    wanted = set(nodes[begin:end])
-    attributes = [n for n in nodes if n.op == "get_attr" and wanted & set(n.users)]
-    for node in sorted({*wanted, *attributes}, key=nodes.index):
-        if node.op != "get_attr" or node in attributes:
+        copies[nodes[begin - 1]] = z = graph.placeholder("z")
+        copies |= lengths
+    wanted = {node for node in nodes[begin:end] if node not in constants}
+    wanted |= {node for node in nodes if node.op == "get_attr" and wanted & set(node.users)}
+    for node in sorted(wanted | find_needed(wanted, constants), key=nodes.index):
+        if begin and is_device(node):
+            copies[node] = graph.call_function(getattr, (z, "device"))
+        elif node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[nodes[end - 1]])
     return as_module(root, graph)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 # Tensors that a forward pass makes are made anew in each pass, like those that torch's layers make.
@@ -21,6 +21,18 @@ OPENED = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)  # of torch's 
 
 class UntraceableError(ValueError):
     """The forward pass of a module cannot be recorded. The message names the module and the reason."""
+
+
+class _BufferProxy(fx.Proxy):
+    """A buffer in a recorded call, whose lengths and type are known."""
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, buffer: Tensor) -> None:
+        super().__init__(node, tracer)
+        self.shape, self.dtype, self.ndim = buffer.shape, buffer.dtype, buffer.ndim
+        self.size, self.dim, self.numel = buffer.size, buffer.dim, buffer.numel
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
 
 class _Tracer(fx.Tracer):
@@ -46,6 +58,19 @@ class _Tracer(fx.Tracer):
             return root_fn(self, x)
 
         return super().create_args_for_root(forward, is_module)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Record that a buffer is read: what is computed of it at once would be computed of a tensor without values."""
+        if not isinstance(attr_val, Tensor) or isinstance(attr_val, nn.Parameter):
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+        name = next((name for name, buffer in self.root.named_buffers() if buffer is attr_val), None)
+        if name is None:
+            return attr_val
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy(
+                "get_attr", name, (), {}, proxy_factory_fn=lambda node: _BufferProxy(node, self, attr_val)
+            )
+        return parameter_proxy_cache[name]
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record or enter a module; where recording fails, `inside` keeps the path to it."""

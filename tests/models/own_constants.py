@@ -1,0 +1,119 @@
+"""Modules of a user whose layers share what depends on no example, as transformers do."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH, LENGTH = 8, 64
+
+
+class Layer(nn.Module):
+    """Attention with one head, whose mask and turns it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor, turns: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        scores = (q * turns) @ (k * turns).transpose(-2, -1)
+        return x + self.out(scores.masked_fill(mask, float("-inf")).softmax(-1) @ v)
+
+
+class Causal(nn.Module):
+    """Three layers with the same mask and turns. Its buffers are longer than its input."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(8, WIDTH), nn.ModuleList(Layer() for _ in range(3))
+        self.out = nn.Linear(WIDTH, classes)
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
+        angles = torch.arange(LENGTH)[:, None] / torch.arange(1, WIDTH + 1)
+        self.register_buffer("turns", angles.cos())
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        return self.mask[: x.shape[2], : x.shape[2]], self.turns[: x.size(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, turns = self.shared(x)
+        x = self.embed(x.squeeze(1))
+        for layer in self.layers:
+            x = layer(x, mask, turns)
+        return self.out(x.mean(1))
+
+
+class Making(Causal):
+    """Makes its mask anew in each pass, on the device of its input."""
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        _, _, length, _ = x.shape
+        steps = torch.arange(length, device=x.device)
+        return (steps[:, None] < steps) & self.mask[:length, :length], self.turns[:length].float()
+
+
+class Counting(Causal):
+    """Changes the turns in place in each pass."""
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        length = x.shape[2]
+        self.turns.add_(0.001)
+        return self.mask[:length, :length], self.turns[:length]
+
+
+class Filling(Causal):
+    """Fills a tensor that it made, after its first use."""
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        turns = torch.ones(8, WIDTH)
+        turns.mul_(0.5)
+        return self.mask[:8, :8], turns
+
+
+class Drawing(Causal):
+    """Draws the turns of all layers at random."""
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        return self.mask[:8, :8], F.dropout(self.turns[:8], 0.5)
+
+
+class Measured(nn.Module):
+    """Reads the running mean of a norm, which each step in training changes, behind the last layer."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+        self.one, self.two, self.out = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.two(self.one(self.norm(x.flatten(1))).relu()).relu() - self.norm.running_mean)
+
+
+def causal(num_classes: int, input_shape: Any) -> nn.Module:
+    return Causal(num_classes)
+
+
+def making(num_classes: int, input_shape: Any) -> nn.Module:
+    return Making(num_classes)
+
+
+def counting(num_classes: int, input_shape: Any) -> nn.Module:
+    return Counting(num_classes)
+
+
+def filling(num_classes: int, input_shape: Any) -> nn.Module:
+    return Filling(num_classes)
+
+
+def drawing(num_classes: int, input_shape: Any) -> nn.Module:
+    return Drawing(num_classes)
+
+
+def measured(num_classes: int, input_shape: Any) -> nn.Module:
+    return Measured(num_classes)
