@@ -119,8 +119,9 @@ def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
 
 
 def pieces_text(chosen: Row, rows: list[Row]) -> str:
-    """Return how the time of a round compares with that of a system that trains the model in pieces, if there is one."""
-    cut = [row for row in rows if METHODS[row["strategy"]].can.cuts and row["covered"] == 1 and row["stages"] == 1]
+    """Return how a round's time compares with a system's that as many clients train the model by in pieces, if there is one."""
+    able = [row for row in rows if row["participation"] - row["swapping"] >= chosen["participation"]]
+    cut = [row for row in able if METHODS[row["strategy"]].can.cuts and row["covered"] == 1 and row["stages"] == 1]
     if not cut:
         return ""
     quickest = min(cut, key=lambda row: row["round_seconds"])

@@ -71,6 +71,14 @@ def test_the_whole_model_comes_first_by_what_every_device_can(rows: Any, setting
     assert says in found["text"]
 
 
+def test_times_are_compared_with_pieces_that_as_many_clients_can_train() -> None:
+    """The poorest, which a system leaves out, would have been its slowest."""
+    rows = [row("fedavg", 0.2), row("fedavg", 1.0, fit="auto"), row("fedepth", 0.67)]
+    found = recommend(SIMPLE, rows, attacked=False)
+    assert found is not None
+    assert "fedepth" not in found["text"]
+
+
 def test_what_was_ahead_in_the_nearest_case_is_recommended_if_every_device_can_do_it() -> None:
     """The whole model stays first before what is level with it, was not run, or cannot be trained by some."""
     rows = [row("fedavg", 0.2), row("fedavg", 1.0, fit="auto"), row("fedepth", 1.0), row("allsmall", 1.0, 0.3)]
