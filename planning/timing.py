@@ -1,7 +1,7 @@
 """The time that a device takes for its work in a round. Plans and records use the same formula."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, starmap, takewhile
 from math import ceil
 from typing import NamedTuple
 
@@ -19,16 +19,20 @@ from piecework.training.settings import Settings
 def local_work(settings: Settings, examples: int) -> tuple[int, int]:
     """Return the number of batches per round of a client with that many examples, and the number of examples in them.
 
-    An epoch's last batch has what is left of the examples, also among `training.local-iterations`. It is dropped if that is one
-    example, of which batch norms have no statistics (training/examples.py).
+    An epoch's last batch has what is left of the examples, also among `training.local-iterations`, unless it is dropped.
     """
     size, iterations = settings.training.batch_size, settings.training.local_iterations
-    of_epoch = examples - (examples > 1 and examples % size == 1)
+    of_epoch = without_single(settings, examples)
     batches = ceil(of_epoch / size)
     if iterations and batches:
         epochs, more = divmod(iterations, batches)
         return iterations, epochs * of_epoch + min(more * size, of_epoch)
     return batches * settings.training.local_epochs, of_epoch * settings.training.local_epochs
+
+
+def without_single(settings: Settings, examples: int) -> int:
+    """Return the number of examples of an epoch: a last batch of one, of which batch norms have no statistics, is dropped."""
+    return examples - (examples > 1 and examples % settings.training.batch_size == 1)
 
 
 def batches_of(settings: Settings, seen: int) -> int:
@@ -110,20 +114,29 @@ class Between(NamedTuple):
 def made_between(settings: Settings, parts: Sequence[Part], examples: int) -> Between:
     """Return what a client with so many examples does between parts of one model that it trains one behind the other.
 
-    A trained part runs forward once more, on all of the client's examples, and what it returns goes to a file. Without
-    `memory.feature-cache` all parts before run again in each further epoch.
+    A trained part runs forward once more, on all of the client's examples, or as many as train if batch norms always use a
+    batch's statistics, and what it returns goes to a file. Without `memory.feature-cache` all parts before run again in each
+    further epoch.
     """
     size, (steps, _) = settings.training.batch_size, local_work(settings, examples)
-    batches, total = ceil(examples / size), Between(0, 0, 0, 0)
-    epochs = 1 if settings.memory.feature_cache else ceil(steps / batches)
-    for place, (part, following) in enumerate(pairwise(parts), start=1):
-        if not (part.atoms and following.atoms and part.atoms[-1] < following.atoms[0]) or following.learns:
+    of_epoch = without_single(settings, examples)
+    run = of_epoch if settings.batch_statistics else examples
+    epochs = 1 if settings.memory.feature_cache else ceil(steps / ceil(of_epoch / size))
+    total = Between(0, 0, 0, 0)
+    for place, (part, following) in enumerate(pairwise(parts)):
+        behind = sum(takewhile(bool, starmap(reads_features, pairwise(parts[place:]))))
+        if not behind:
             continue
-        times = 1 + (epochs - 1) * (len(parts) - place)
+        times = 1 + (epochs - 1) * behind
         flops = sum(layer_statistics(part.blueprint, f"atoms.{atom}").flops for atom in part.atoms)
-        each = flops * examples, stored_bytes(settings, part) * examples, stored_bytes(settings, following) * examples
-        total = Between(*(so_far + times * more for so_far, more in zip(total, (*each, batches), strict=True)))
+        each = flops * run, stored_bytes(settings, part) * run, stored_bytes(settings, following) * run
+        total = Between(*(so_far + times * more for so_far, more in zip(total, (*each, ceil(run / size)), strict=True)))
     return total
+
+
+def reads_features(part: Part, following: Part) -> bool:
+    """Return whether a part trains on the features behind the one that was trained before it."""
+    return bool(part.atoms and following.atoms) and part.atoms[-1] < following.atoms[0] and not following.learns
 
 
 def seconds_between(settings: Settings, parts: Sequence[Part], examples: int, state: DeviceState) -> float:

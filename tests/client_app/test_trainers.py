@@ -17,11 +17,14 @@ from piecework.client_app.app import require_strategy_of_run
 from piecework.client_app.client import Client, Update
 from piecework.client_app.features import teacher_logits
 from piecework.client_app.trainers import find_trainer
-from piecework.device_profiles.memory import MemoryBudgetExceededError
+from piecework.device_profiles.memory import FlopCount, MemoryBudgetExceededError
 from piecework.device_profiles.profile import allowance
 from piecework.models.cascade import Cascade
 from piecework.models.partition import Piece
 from piecework.models.work_item import WorkItem
+from piecework.planning.costs import cost_model_for
+from piecework.planning.timing import made_between
+from piecework.strategies import find_method
 from piecework.strategies.cascade.fedepth import client as fedepth
 from piecework.strategies.cascade.fedepth import client_of_m as m_fedepth
 from piecework.strategies.cascade.fedepth.client import as_pupil, choose_items, train_blocks
@@ -74,6 +77,39 @@ def test_fedepth_in_one_piece_is_fedavg(tmp_path: Path) -> None:
     assert whole.metrics == pieces.metrics
     assert whole.seen == pieces.seen == [80]
     assert same(stored(one, whole.units), stored(other, pieces.units))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "changes"),
+    [
+        (200, {}),
+        (200, {"training__batch_size": 39}),  # the last batch would have one example: all that is left are 39
+        (200, {"training__batch_size": 39, "memory__feature_cache": False}),
+        (200, {"training__batch_size": 39, "training__local_iterations": 4, "memory__feature_cache": False}),
+        (200, {"training__batch_size": 39, "architecture__batch_norm": "running"}),
+        (800, {"fedepth__mutual_models": 2, "memory__feature_cache": False}),  # two pieces, and then the whole model
+    ],
+)
+def test_the_clock_counts_the_features_that_clients_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int, changes: dict[str, Any]
+) -> None:
+    """Two epochs without a feature cache were counted as one if each drops a last batch of one example."""
+    stream, flops = Client.stream, list[int]()
+
+    def counted(self: Client, piece: PieceModel, examples: Examples, part: str, *rest: Any) -> Examples:
+        with FlopCount() as counter:
+            features = stream(self, piece, examples, part, *rest)
+        flops.append(counter.total * part.startswith("train"))
+        return features
+
+    monkeypatch.setattr(Client, "stream", counted)
+    client = poor_client(tmp_path, allowed, **changes)
+    done = fedepth.train(a_task(), client).done
+    assert len(done) == 3
+    cut = find_method("fedepth").make_cut(
+        client.blueprint, cost_model_for(client.settings, client.blueprint), client.settings
+    )
+    assert made_between(client.settings, [cut.part(item) for item in done], 40).flops == sum(flops)
 
 
 class Watched:
