@@ -42,7 +42,7 @@ def crossings(
             other for other in nodes[: p + 1] if last[other] > p and other.op != "get_attr" and other not in constants
         ]
         alone = live == [node] and isinstance(values[node], Tensor) and not any(a <= p < b for a, b in tied)
-        if alone and not is_changed(node, nodes[p + 1 :], modules):
+        if alone and not is_changed(node, nodes[p + 1 :], modules, values):
             found.append(p)
     return found
 

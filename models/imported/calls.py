@@ -1,9 +1,11 @@
 """What the recorded calls of a forward pass do with their inputs: whether they return views of them, or change them."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 # Modules and functions whose result may share memory with their input.
 VIEWS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
@@ -35,7 +37,11 @@ CASTS = {
     "bool",
     "detach",
 }  # or the input
-IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
+IN_PLACE = {
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow),
+    *(operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+}
+NORMING = {"batch_norm", "instance_norm"}  # functions that change the statistics they are given
 
 
 def name_of(node: fx.Node) -> str:
@@ -64,13 +70,34 @@ def is_in_place(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     return changes or bool(node.kwargs.get("inplace")) or node.target in IN_PLACE
 
 
-def is_changed(node: fx.Node, later: Sequence[fx.Node], modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a later node changes a node's value in place, itself or through a view."""
-    aliases = {node}
+def is_changed(
+    node: fx.Node, later: Sequence[fx.Node], modules: Mapping[str, nn.Module], values: Mapping[fx.Node, Any]
+) -> bool:
+    """Return whether a later node changes a node's value in place, itself or through what may share its memory.
+
+    That is what does in `values`, and views by name, since a step may lay out its tensors in another way.
+    """
+    aliases, memory = {node}, _memory(values[node])
     for other in later:
-        if other.args and other.args[0] in aliases:
-            if is_in_place(other, modules):
+        for changed in _changed_by(other, modules):
+            if changed in aliases or (memory is not None and _memory(values[changed]) == memory):
                 return True
-            if is_view(other, modules):
-                aliases.add(other)
+        if other.args and other.args[0] in aliases and is_view(other, modules):
+            aliases.add(other)
     return False
+
+
+def _changed_by(node: fx.Node, modules: Mapping[str, nn.Module]) -> Iterator[fx.Node]:
+    """Yield the inputs that a node changes."""
+    changed = [node.kwargs.get("out")]
+    if is_in_place(node, modules):
+        changed += [node.args[0] if node.args else node.kwargs.get("input")]
+    if node.op == "call_function" and name_of(node) in NORMING:
+        changed += [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
+    yield from (each for each in changed if isinstance(each, fx.Node))
+
+
+def _memory(value: Any) -> int | None:
+    """Return what tells a tensor's memory from others', also that of one without values."""
+    dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return value.untyped_storage()._cdata if dense else None

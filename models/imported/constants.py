@@ -35,7 +35,7 @@ def find_constants(nodes: Sequence[fx.Node], modules: Modules, values: Values) -
     """
     changed = {id(b) for node in nodes if (layer := module_of(node, modules)) is not None for b in layer.buffers()}
     for p, node in enumerate(nodes):
-        if node.op == "get_attr" and is_changed(node, nodes[p + 1 :], modules):
+        if node.op == "get_attr" and is_changed(node, nodes[p + 1 :], modules, values):
             changed.add(id(_attribute(node, modules)))
     found = set[fx.Node]()
     for p, node in enumerate(nodes):
@@ -45,7 +45,7 @@ def find_constants(nodes: Sequence[fx.Node], modules: Modules, values: Values) -
         elif is_length(node, values) or is_device(node):
             constant = True
         else:
-            constant = _is_pure(node, found) and not is_changed(node, nodes[p + 1 :], modules)
+            constant = _is_pure(node, found) and not is_changed(node, nodes[p + 1 :], modules, values)
         if constant:
             found.add(node)
     return found
@@ -61,7 +61,7 @@ def _is_pure(node: fx.Node, constants: Set[fx.Node]) -> bool:
     """Return whether a node computes the same of `constants` in each pass."""
     if node.op not in ("call_function", "call_method") or not constants >= set(node.all_input_nodes):
         return False
-    return node.target in MAKERS or (name_of(node) in PURE and not is_in_place(node, {}))
+    return node.target in MAKERS or (name_of(node) in PURE and not is_in_place(node, {}) and "out" not in node.kwargs)
 
 
 def is_length(node: fx.Node, values: Values) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from piecework.models.imported.calls import IN_PLACE
+
 # Tensors that a forward pass makes are made anew in each pass, like those that torch's layers make.
 MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
 OPENED = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)  # of torch's own classes, and what derives from these
@@ -23,7 +25,24 @@ class UntraceableError(ValueError):
     """The forward pass of a module cannot be recorded. The message names the module and the reason."""
 
 
-class _BufferProxy(fx.Proxy):
+class _Proxy(fx.Proxy):
+    """A value in a recorded call. `x += y` changes the memory that x has, which fx.Proxy would record as `x = x + y`."""
+
+
+def _recorded(change: Callable[..., Any]) -> Callable[[_Proxy, Any], Any]:
+    """Return the method that records an operator in place."""
+
+    def method(self: _Proxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", change, (self, other), {})
+
+    return method
+
+
+for _change in IN_PLACE:
+    setattr(_Proxy, f"__{_change.__name__}__", _recorded(_change))
+
+
+class _BufferProxy(_Proxy):
     """A buffer in a recorded call, whose lengths and type are known."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, buffer: Tensor) -> None:
@@ -42,6 +61,10 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.leaves = leaves
         self.inside: list[str] = []
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return the value that a node stands for."""
+        return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is called as a whole."""

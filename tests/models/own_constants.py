@@ -1,5 +1,6 @@
 """Modules of a user whose layers share what depends on no example, as transformers do."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,6 +76,34 @@ class Filling(Causal):
         return self.mask[:8, :8], turns
 
 
+class Hiding(Causal):
+    """Changes the turns in place through what shares their memory, in a way of `change`."""
+
+    def __init__(self, classes: int, change: str) -> None:
+        super().__init__(classes)
+        self.change = change
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        turns = self.turns
+        if self.change == "operator":
+            turns += 0.001
+        elif self.change == "operator on a view":
+            row = turns[0]
+            row *= 1.001
+        elif self.change == "transposed":
+            turns.T.add_(0.001)
+        elif self.change == "data":
+            turns.data.add_(0.001)
+        elif self.change == "diagonal":
+            turns.diagonal().add_(0.001)
+        elif self.change == "out":
+            torch.mul(self.mask[:, :1], 0.5, out=turns[:, :1])
+        else:
+            F.batch_norm(x.squeeze(1), turns[0], turns[1], training=True)
+        return self.mask[:8, :8], turns[:8] * 1.0
+
+
 class Drawing(Causal):
     """Draws the turns of all layers at random."""
 
@@ -109,6 +138,14 @@ def counting(num_classes: int, input_shape: Any) -> nn.Module:
 
 def filling(num_classes: int, input_shape: Any) -> nn.Module:
     return Filling(num_classes)
+
+
+def hiding(change: str) -> Callable[..., nn.Module]:
+    return lambda num_classes, input_shape: Hiding(num_classes, change)
+
+
+operator, on_view, transposed = hiding("operator"), hiding("operator on a view"), hiding("transposed")
+data, diagonal, out, statistics = hiding("data"), hiding("diagonal"), hiding("out"), hiding("statistics")
 
 
 def drawing(num_classes: int, input_shape: Any) -> nn.Module:

@@ -17,6 +17,7 @@ from piecework.models.init_weights import read_pretrained
 from piecework.models.zoo import build_blueprint
 
 DIGIT = (1, 8, 8)
+HIDING = ["operator", "on_view", "transposed", "data", "diagonal", "out", "statistics"]
 LAYERS = ["embed", "layers_0", "layers_1", "layers_2"]
 
 
@@ -53,6 +54,7 @@ def pair(function: str) -> tuple[Cascade, nn.Module]:
         ("counting", ["embed"]),
         ("filling", ["embed"]),
         ("drawing", ["embed"]),
+        *((change, ["embed"]) for change in HIDING),
         ("measured", ["one"]),
     ],
 )
@@ -61,7 +63,7 @@ def test_atoms_share_what_nothing_changes(function: str, atoms: list[str]) -> No
     assert list(cut(source_of(function)).names) == atoms
 
 
-@pytest.mark.parametrize("function", ["causal", "making", "counting", "filling", "measured"])
+@pytest.mark.parametrize("function", ["causal", "making", "counting", "filling", "measured", *HIDING])
 def test_they_compute_and_learn_what_the_module_does(function: str) -> None:
     """Outputs, gradients and buffers of two passes, bit by bit."""
     cascade, whole = pair(function)
