@@ -21,12 +21,17 @@ AVERAGE_NAMES = {"mean", "adaptive_avg_pool2d", "size", "getattr", "_assert"}
 Modules = Mapping[str, nn.Module]
 
 
-def is_weighted(node: fx.Node, modules: Modules) -> bool:
-    """Return whether a node has weights other than a norm's."""
+def is_weighted(node: fx.Node, modules: Modules, constants: Collection[fx.Node] = ()) -> bool:
+    """Return whether a node has weights other than a norm's. A kernel that is one of `constants` does not learn."""
     module = module_of(node, modules)
     if module is not None:
         return not isinstance(module, NORMS) and next(module.parameters(), None) is not None
-    return node.op == "call_function" and name_of(node) in ("conv2d", "linear", "conv1d", "embedding")
+    kernel = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    return (
+        node.op == "call_function"
+        and name_of(node) in ("conv2d", "linear", "conv1d", "embedding")
+        and kernel not in constants
+    )
 
 
 def crossings(
@@ -70,7 +75,7 @@ def choose(
 ) -> list[int]:
     """Return the positions behind which the nodes are cut, so that each atom has a layer with weights."""
     possible = crossings(nodes, modules, values, constants)
-    weighted = [p for p, node in enumerate(nodes) if is_weighted(node, modules)]
+    weighted = [p for p, node in enumerate(nodes) if is_weighted(node, modules, constants)]
     found: list[int] = []
     for a, b in pairwise(weighted):
         between = [p for p in possible if a <= p < b]

@@ -124,6 +124,25 @@ class Measured(nn.Module):
         return self.out(self.two(self.one(self.norm(x.flatten(1))).relu()).relu() - self.norm.running_mean)
 
 
+class Blurred(nn.Module):
+    """Blurs an image and the maps of its layers with a kernel that does not learn."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.register_buffer("kernel", torch.full((WIDTH, 1, 3, 3), 1 / 9))
+        self.one, self.two = nn.Conv2d(1, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.out = nn.Linear(WIDTH, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(F.conv2d(x, self.kernel[:1], padding=1)).relu()
+        x = self.two(F.conv2d(x, self.kernel, padding=1, groups=WIDTH)).relu()
+        return self.out(F.conv2d(x, self.kernel, padding=1, groups=WIDTH).mean((2, 3)))
+
+
+def blurred(num_classes: int, input_shape: Any) -> nn.Module:
+    return Blurred(num_classes)
+
+
 def causal(num_classes: int, input_shape: Any) -> nn.Module:
     return Causal(num_classes)
 
