@@ -23,6 +23,7 @@ from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weights_are_unset
 from piecework.models.channels import channel_axes
 from piecework.models.imported.boundaries import choose, is_weighted
+from piecework.models.imported.calls import keep_numbers
 from piecework.models.imported.constants import find_constants, find_needed, is_device, is_length
 from piecework.models.imported.graph import UntraceableError, as_module, record_calls
 from piecework.models.imported.logits import EXAMPLES, logits_of, require_logits_in_training, require_stateless
@@ -90,6 +91,7 @@ def _whole_cut(source: Source) -> CutModule:
         graph = record_calls(root)
         nodes = [node for node in graph.nodes if node.op != "output"]
         values = _run(fx.GraphModule(root, graph), source, vocabulary)
+        keep_numbers(nodes, values)
         constants = find_constants(nodes, dict(root.named_modules()), values)
         positions = choose(nodes, dict(root.named_modules()), values, constants)
         positions = _join_classifier(root, nodes, positions, values)

@@ -37,9 +37,12 @@ CASTS = {
     "bool",
     "detach",
 }  # or the input
-IN_PLACE = {
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow),
-    *(operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+IN_PLACE = {  # and the same operator that changes nothing
+    **{operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul},
+    **{operator.itruediv: operator.truediv, operator.ifloordiv: operator.floordiv, operator.imod: operator.mod},
+    **{operator.ipow: operator.pow, operator.imatmul: operator.matmul, operator.iand: operator.and_},
+    **{operator.ior: operator.or_, operator.ixor: operator.xor},
+    **{operator.ilshift: operator.lshift, operator.irshift: operator.rshift},
 }
 NORMING = {"batch_norm", "instance_norm"}  # functions that change the statistics they are given
 
@@ -85,6 +88,13 @@ def is_changed(
         if other.args and other.args[0] in aliases and is_view(other, modules):
             aliases.add(other)
     return False
+
+
+def keep_numbers(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> None:
+    """Have operators in place on numbers change nothing: in the code of a graph, `n += 1` would change all that n names."""
+    for node in nodes:
+        if node.target in IN_PLACE and not isinstance(values[node.all_input_nodes[0]], Tensor):
+            node.target = IN_PLACE[node.target]
 
 
 def _changed_by(node: fx.Node, modules: Mapping[str, nn.Module]) -> Iterator[fx.Node]:

@@ -66,6 +66,16 @@ class Counting(Causal):
         return self.mask[:length, :length], self.turns[:length]
 
 
+class Measuring(Causal):
+    """Counts in place in a number, whose value before is used too."""
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        length = end = x.shape[2]
+        end += 1
+        return self.mask[:length, :length], self.turns[1:end]
+
+
 class Filling(Causal):
     """Fills a tensor that it made, after its first use."""
 
@@ -153,6 +163,10 @@ def making(num_classes: int, input_shape: Any) -> nn.Module:
 
 def counting(num_classes: int, input_shape: Any) -> nn.Module:
     return Counting(num_classes)
+
+
+def measuring(num_classes: int, input_shape: Any) -> nn.Module:
+    return Measuring(num_classes)
 
 
 def filling(num_classes: int, input_shape: Any) -> nn.Module:

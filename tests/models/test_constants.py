@@ -52,6 +52,7 @@ def pair(function: str) -> tuple[Cascade, nn.Module]:
         ("causal", LAYERS),
         ("making", LAYERS),
         ("counting", ["embed"]),
+        ("measuring", LAYERS),
         ("filling", ["embed"]),
         ("drawing", ["embed"]),
         ("blurred", ["one", "two"]),
@@ -64,7 +65,9 @@ def test_atoms_share_what_nothing_changes(function: str, atoms: list[str]) -> No
     assert list(cut(source_of(function)).names) == atoms
 
 
-@pytest.mark.parametrize("function", ["causal", "making", "counting", "filling", "measured", "blurred", *HIDING])
+@pytest.mark.parametrize(
+    "function", ["causal", "making", "counting", "measuring", "filling", "measured", "blurred", *HIDING]
+)
 def test_they_compute_and_learn_what_the_module_does(function: str) -> None:
     """Outputs, gradients and buffers of two passes, bit by bit."""
     cascade, whole = pair(function)
