@@ -6,15 +6,17 @@ splitter of torch.distributed.pipelining, which is built on it, import the compi
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from piecework.models.imported.calls import IN_PLACE
+from piecework.models.imported.calls import IN_PLACE, is_in_place
 
 # Tensors that a forward pass makes are made anew in each pass, like those that torch's layers make.
 MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
@@ -120,6 +122,32 @@ class _RecordMakers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def _keep_buffers(root: nn.Module) -> Iterator[None]:
+    """Refuse that a forward pass puts a recorded value in the place of a buffer, whose module would keep it.
+
+    What an operator in place assigns, as `self.steps += 1` does, is the buffer that it changed.
+    """
+
+    buffers = dict(root.named_buffers())
+
+    def keep(module: nn.Module, name: str, value: Any) -> Any:
+        if not isinstance(value, fx.Proxy):
+            return None
+        node, buffer = value.node, module._buffers.get(name)
+        while is_in_place(node, {}):
+            node = node.all_input_nodes[0]
+        if buffer is not None and node.op == "get_attr" and buffers.get(str(node.target)) is buffer:
+            return buffer
+        raise TypeError(f"its forward pass assigns {name!r} anew; change the buffer in place (copy_, mul_)")
+
+    handle = register_module_buffer_registration_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def record_calls(root: nn.Module) -> fx.Graph:
     """Return the calls of a module's forward pass, which takes one tensor.
 
@@ -130,7 +158,7 @@ def record_calls(root: nn.Module) -> fx.Graph:
     while True:
         tracer, before = _Tracer(leaves), _random_states()
         try:
-            with _RecordMakers(tracer):
+            with _RecordMakers(tracer), _keep_buffers(root):
                 trained = tracer.trace(root.train(True))
                 tracer.inside = []
                 evaluated = tracer.trace(root.train(False))

@@ -66,6 +66,28 @@ class Counting(Causal):
         return self.mask[:length, :length], self.turns[:length]
 
 
+class Stepping(Causal):
+    """Counts its passes by `+=`, which assigns the buffer to itself."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        self.steps += 1
+        return super().shared(x)
+
+
+class Replacing(Causal):
+    """Makes the turns anew of those of the pass before."""
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        self.turns = self.turns * 0.999
+        return super().shared(x)
+
+
 class Measuring(Causal):
     """Counts in place in a number, whose value before is used too."""
 
@@ -163,6 +185,14 @@ def making(num_classes: int, input_shape: Any) -> nn.Module:
 
 def counting(num_classes: int, input_shape: Any) -> nn.Module:
     return Counting(num_classes)
+
+
+def stepping(num_classes: int, input_shape: Any) -> nn.Module:
+    return Stepping(num_classes)
+
+
+def replacing(num_classes: int, input_shape: Any) -> nn.Module:
+    return Replacing(num_classes)
 
 
 def measuring(num_classes: int, input_shape: Any) -> nn.Module:

@@ -52,6 +52,8 @@ def pair(function: str) -> tuple[Cascade, nn.Module]:
         ("causal", LAYERS),
         ("making", LAYERS),
         ("counting", ["embed"]),
+        ("stepping", LAYERS),
+        ("replacing", ["replacing"]),
         ("measuring", LAYERS),
         ("filling", ["embed"]),
         ("drawing", ["embed"]),
@@ -66,7 +68,8 @@ def test_atoms_share_what_nothing_changes(function: str, atoms: list[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "function", ["causal", "making", "counting", "measuring", "filling", "measured", "blurred", *HIDING]
+    "function",
+    ["causal", "making", "counting", "stepping", "replacing", "measuring", "filling", "measured", "blurred", *HIDING],
 )
 def test_they_compute_and_learn_what_the_module_does(function: str) -> None:
     """Outputs, gradients and buffers of two passes, bit by bit."""
@@ -82,6 +85,10 @@ def test_they_compute_and_learn_what_the_module_does(function: str) -> None:
         assert torch.equal(parameter.grad, of_module[original(name)].grad), name
     arrays = whole.state_dict()
     assert all(torch.equal(array, arrays[original(name)]) for name, array in cascade.state_dict().items())
+
+
+def test_a_buffer_that_is_made_anew_is_the_reason_for_one_atom() -> None:
+    assert cut(source_of("replacing")).reason.startswith("Replacing: its forward pass assigns 'turns' anew")
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedepth"])
