@@ -21,6 +21,8 @@ PURE = {
     *("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "neg", "pow", "sqrt", "rsqrt", "reciprocal"),
     *("cos", "sin", "exp", "log", "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "invert"),
     *("logical_not", "logical_and", "logical_or", "ones_like", "zeros_like", "full_like"),
+    *("abs", "clamp", "clip", "minimum", "maximum", "sign", "floor", "ceil", "round", "sum", "mean", "softmax", "roll"),
+    *("meshgrid", "movedim", "unflatten", "expand_as", "view_as", "view_as_complex", "view_as_real", "polar", "flip"),
     *("to", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool"),
 }
 Modules = Mapping[str, nn.Module]

@@ -122,6 +122,29 @@ class _RecordMakers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _packing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a maker that takes recorded lengths as one tuple: torch refuses them before a mode sees the call."""
+
+    def packed(*size: Any, **kwargs: Any) -> Tensor:
+        recorded = len(size) > 1 and any(isinstance(length, fx.Proxy) for length in size)
+        return make(size, **kwargs) if recorded else make(*size, **kwargs)
+
+    return packed
+
+
+@contextmanager
+def _pack_sizes() -> Iterator[None]:
+    """Have `torch.ones(length, length)` be recorded like `torch.ones((length, length))`."""
+    own = {name: getattr(torch, name) for name in ("ones", "zeros")}
+    try:
+        for name, make in own.items():
+            setattr(torch, name, _packing(make))
+        yield
+    finally:
+        for name, make in own.items():
+            setattr(torch, name, make)
+
+
 @contextmanager
 def _keep_buffers(root: nn.Module) -> Iterator[None]:
     """Refuse that a forward pass puts a recorded value in the place of a buffer, whose module would keep it.
@@ -158,7 +181,7 @@ def record_calls(root: nn.Module) -> fx.Graph:
     while True:
         tracer, before = _Tracer(leaves), _random_states()
         try:
-            with _RecordMakers(tracer), _keep_buffers(root):
+            with _RecordMakers(tracer), _keep_buffers(root), _pack_sizes():
                 trained = tracer.trace(root.train(True))
                 tracer.inside = []
                 evaluated = tracer.trace(root.train(False))

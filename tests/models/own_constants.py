@@ -56,6 +56,16 @@ class Making(Causal):
         return (steps[:, None] < steps) & self.mask[:length, :length], self.turns[:length].float()
 
 
+class Distant(Causal):
+    """Weighs by distances, which it clamps, and makes its mask of two lengths."""
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        steps = torch.arange(x.shape[2], device=x.device)
+        distances = (steps[:, None] - steps).abs().clamp(max=4)
+        return torch.ones(x.shape[2], x.shape[3]).triu(1).bool(), 1 / (1 + distances)
+
+
 class Counting(Causal):
     """Changes the turns in place in each pass."""
 
@@ -181,6 +191,10 @@ def causal(num_classes: int, input_shape: Any) -> nn.Module:
 
 def making(num_classes: int, input_shape: Any) -> nn.Module:
     return Making(num_classes)
+
+
+def distant(num_classes: int, input_shape: Any) -> nn.Module:
+    return Distant(num_classes)
 
 
 def counting(num_classes: int, input_shape: Any) -> nn.Module:

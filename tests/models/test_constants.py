@@ -51,6 +51,7 @@ def pair(function: str) -> tuple[Cascade, nn.Module]:
     [
         ("causal", LAYERS),
         ("making", LAYERS),
+        ("distant", LAYERS),
         ("counting", ["embed"]),
         ("stepping", LAYERS),
         ("replacing", ["replacing"]),
@@ -69,7 +70,19 @@ def test_atoms_share_what_nothing_changes(function: str, atoms: list[str]) -> No
 
 @pytest.mark.parametrize(
     "function",
-    ["causal", "making", "counting", "stepping", "replacing", "measuring", "filling", "measured", "blurred", *HIDING],
+    [
+        "causal",
+        "making",
+        "distant",
+        "counting",
+        "stepping",
+        "replacing",
+        "measuring",
+        "filling",
+        "measured",
+        "blurred",
+        *HIDING,
+    ],
 )
 def test_they_compute_and_learn_what_the_module_does(function: str) -> None:
     """Outputs, gradients and buffers of two passes, bit by bit."""
