@@ -5,9 +5,11 @@ the same code, without the compiler (which torchvision imports by itself), and w
 splitter of torch.distributed.pipelining, which is built on it, import the compiler.
 """
 
+import operator
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from piecework.models.imported.calls import IN_PLACE, is_in_place
+from piecework.models.imported.gradients import GradientTracer, refuse_own_backward
 
 # Tensors that a forward pass makes are made anew in each pass, like those that torch's layers make.
 MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
@@ -55,12 +58,15 @@ class _BufferProxy(_Proxy):
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[Any]:
+        return map(partial(operator.getitem, self), range(len(self)))
 
-class _Tracer(fx.Tracer):
+
+class _Tracer(GradientTracer):
     """Records calls of torch's own layers and of the modules in `leaves`, and enters all others. `inside` are those entered."""
 
-    def __init__(self, leaves: set[str]) -> None:
-        super().__init__()
+    def __init__(self, root: nn.Module, leaves: set[str]) -> None:
+        super().__init__(root)
         self.leaves = leaves
         self.inside: list[str] = []
 
@@ -99,6 +105,7 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record or enter a module; where recording fails, `inside` keeps the path to it."""
+        self.require_gradients(next(m.parameters(), None) is not None)
         self.inside.append(self.path_of_module(m))
         found = super().call_module(m, forward, args, kwargs)
         self.inside.pop()
@@ -179,9 +186,9 @@ def record_calls(root: nn.Module) -> fx.Graph:
     """
     leaves: set[str] = set()
     while True:
-        tracer, before = _Tracer(leaves), _random_states()
+        tracer, before = _Tracer(root, leaves), _random_states()
         try:
-            with _RecordMakers(tracer), _keep_buffers(root), _pack_sizes():
+            with _RecordMakers(tracer), _keep_buffers(root), _pack_sizes(), refuse_own_backward(), torch.enable_grad():
                 trained = tracer.trace(root.train(True))
                 tracer.inside = []
                 evaluated = tracer.trace(root.train(False))

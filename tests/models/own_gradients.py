@@ -1,0 +1,101 @@
+"""Modules of a user that say what recorded calls cannot say of gradients, and one that says nothing by it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Rounding(torch.autograd.Function):
+    """Rounds, and passes gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Rounded(nn.Module):
+    """A layer whose result is rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Rounding.apply(self.layer(x))
+
+
+class Gated(nn.Module):
+    """A layer whose gates do not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gates = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gates = self.gates(x).sigmoid()
+        return self.layer(x) * gates
+
+
+class Centred(nn.Module):
+    """Follows the mean of what it gets, and subtracts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("centre", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.layer(x - self.centre)
+
+
+class Scaled(nn.Module):
+    """Scales by a table, one row after the other, whose scales no gradient would reach anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("table", torch.arange(32.0).view(2, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scales = self.table.cos()
+        x = self.layer(x * scales[0])
+        for row in self.table:
+            x = x + row
+        return x
+
+
+class Net(nn.Module):
+    """Two layers around another one."""
+
+    def __init__(self, classes: int, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(64, 16), middle
+        self.last, self.out = nn.Linear(16, 16), nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.last(self.middle(self.first(x.flatten(1)).relu())).relu())
+
+
+def rounded(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Rounded())
+
+
+def gated(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Gated())
+
+
+def centred(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Centred())
+
+
+def scaled(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Scaled())

@@ -1,0 +1,59 @@
+"""What recorded calls cannot say of gradients keeps a layer whole, so that a cut model learns what the module does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from piecework.models.cascade import Cascade, unset_weights
+from piecework.models.imported.atoms import cut
+from piecework.models.imported.module import Source, make
+from piecework.models.zoo import build_blueprint
+
+DIGIT = (1, 8, 8)
+
+
+def source_of(function: str) -> Source:
+    return Source(f"{Path(__file__).with_name('own_gradients.py')}:{function}", 10, DIGIT, "running")
+
+
+def original(name: str) -> str:
+    """The name that an array has in the module itself."""
+    return name.partition(".")[2] if name.startswith("head") else name.split(".", 2)[2]
+
+
+@pytest.mark.parametrize("function", ["rounded", "gated", "centred", "scaled"])
+def test_layers_learn_what_they_do_in_the_module(function: str) -> None:
+    source = source_of(function)
+    whole, batch = make(source), torch.randn(8, *DIGIT, generator=torch.Generator().manual_seed(0))
+    with unset_weights():
+        cascade = Cascade(build_blueprint(source.name, num_classes=10, input_shape=DIGIT, batch_norm="running"))
+    cascade.load_state_dict({name: whole.state_dict()[original(name)] for name in cascade.state_dict()})
+    for module in (cascade, whole):
+        for _ in range(2):
+            F.cross_entropy(module.train()(batch), torch.arange(8)).backward()
+    expected, arrays = dict(whole.named_parameters()), whole.state_dict()
+    for name, parameter in cascade.named_parameters():
+        gradient = expected[original(name)].grad
+        assert parameter.grad is gradient is None or torch.equal(parameter.grad, gradient), name
+    assert all(torch.equal(array, arrays[original(name)]) for name, array in cascade.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        ("rounded", ["first", "middle", "last"]),
+        ("centred", ["first", "middle", "last"]),
+        ("scaled", ["first", "middle_layer", "last"]),
+    ],
+)
+def test_only_that_layer_is_whole(function: str, names: list[str]) -> None:
+    assert list(cut(source_of(function)).names) == names
+
+
+def test_functions_of_torch_are_as_they_were() -> None:
+    before = torch.autograd.Function.__dict__["apply"], torch.ones, torch.zeros
+    cut.cache_clear()
+    cut(source_of("rounded"))
+    assert (torch.autograd.Function.__dict__["apply"], torch.ones, torch.zeros) == before
