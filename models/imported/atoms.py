@@ -27,7 +27,7 @@ from piecework.models.imported.calls import keep_numbers
 from piecework.models.imported.constants import find_constants, find_needed, is_device, is_length
 from piecework.models.imported.graph import UntraceableError, as_module, record_calls
 from piecework.models.imported.logits import EXAMPLES, logits_of, require_logits_in_training, require_stateless
-from piecework.models.imported.module import Source, make, require_freed, require_state
+from piecework.models.imported.module import Source, make, require_finite, require_freed, require_state
 from piecework.models.imported.narrow import kept_channels, narrow
 from piecework.models.imported.objects import code_of, is_object, require_trainable
 from piecework.models.imported.source import find_make, is_own
@@ -279,7 +279,9 @@ def build_part(source: Source, digest: str, number: int) -> nn.Module:
         if callable(reset := getattr(layer, "reset_parameters", None)) and not _needs_arguments(reset):
             reset()
     if not weights_are_unset() and not traced:
-        _draw(module, make(source))
+        whole = make(source)
+        require_finite(whole, source)
+        _draw(module, whole)
     return module
 
 

@@ -135,3 +135,13 @@ def require_state(root: nn.Module, source: Source) -> None:
                 f"{where}: the buffer {unsent[0]!r} is {module.get_buffer(unsent[0]).dtype}, which messages do not hold: "
                 "register torch.view_as_real of it, and use torch.view_as_complex in the forward pass"
             )
+
+
+def require_finite(root: nn.Module, source: Source) -> None:
+    """Raise ValueError if a module has initial values that an update may not have. A mask of -inf is the usual one."""
+    for name, array in root.state_dict().items():
+        if array.is_floating_point() and not array.isfinite().all():
+            raise ValueError(
+                f"model = {source.name!r}: {name!r} holds values that are not finite, so every update would be rejected: "
+                "register a boolean mask, and use masked_fill, or attn_mask, in the forward pass"
+            )

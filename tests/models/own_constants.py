@@ -46,6 +46,18 @@ class Causal(nn.Module):
         return self.out(x.mean(1))
 
 
+class Infinite(Causal):
+    """Has a mask to be added, of minus infinity."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.register_buffer("added", nn.Transformer.generate_square_subsequent_mask(8))
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        return self.added < 0, super().shared(x)[1]
+
+
 class Making(Causal):
     """Makes its mask anew in each pass, on the device of its input."""
 
@@ -187,6 +199,10 @@ def blurred(num_classes: int, input_shape: Any) -> nn.Module:
 
 def causal(num_classes: int, input_shape: Any) -> nn.Module:
     return Causal(num_classes)
+
+
+def infinite(num_classes: int, input_shape: Any) -> nn.Module:
+    return Infinite(num_classes)
 
 
 def making(num_classes: int, input_shape: Any) -> nn.Module:

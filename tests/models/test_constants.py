@@ -100,6 +100,12 @@ def test_they_compute_and_learn_what_the_module_does(function: str) -> None:
     assert all(torch.equal(array, arrays[original(name)]) for name, array in cascade.state_dict().items())
 
 
+def test_a_mask_that_no_update_may_hold_is_refused_before_a_run() -> None:
+    blueprint = build_blueprint(name_of("infinite"), num_classes=10, input_shape=DIGIT, batch_norm="running")
+    with pytest.raises(ValueError, match=r"'added' holds values that are not finite"):
+        Cascade(blueprint)
+
+
 def test_a_buffer_that_is_made_anew_is_the_reason_for_one_atom() -> None:
     assert cut(source_of("replacing")).reason.startswith("Replacing: its forward pass assigns 'turns' anew")
 
