@@ -213,11 +213,18 @@ def _unbind(follow: _Follower, out: Sequence[Tensor], x: Tensor, dim: int = 0) -
 
 
 def _getitem(follow: _Follower, out: Tensor, x: Tensor, key: Any) -> None:
-    """Handle an index that takes whole dimensions (`:`) or one entry of a dimension."""
-    keys = key if isinstance(key, tuple) else (key,)
-    axes = follow.axes(x)
-    kept = [axes[dim] for dim, each in enumerate(keys) if isinstance(each, slice)]
-    follow.note(out, [*kept, *axes[len(keys) :]])
+    """Handle an index that takes whole dimensions (`:`, `...`) or one entry of a dimension, or adds one (`None`)."""
+    keys, axes = [*key] if isinstance(key, tuple) else [key], follow.axes(x)
+    if not any(axes):  # a table, whose entries may be taken by any index
+        return follow.note(out, [None] * out.dim())
+    if any(isinstance(each, Tensor | list) for each in keys):
+        raise ValueError("channels cannot be followed through an index by a tensor or a list")
+    rest = [slice(None)] * (x.dim() - sum(each is not None and each is not ... for each in keys))
+    place = next((place for place, each in enumerate(keys) if each is ...), len(keys))
+    keys[place : place + 1] = rest
+    taken = iter(axes)
+    pairs = [(each, None if each is None else next(taken)) for each in keys]
+    return follow.note(out, [axis for each, axis in pairs if each is None or isinstance(each, slice)])
 
 
 def _mean(follow: _Follower, out: Tensor, x: Tensor, dim: Any = (), keepdim: bool = False) -> None:

@@ -74,7 +74,7 @@ class Distant(Causal):
     def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The mask and the turns of all layers."""
         steps = torch.arange(x.shape[2], device=x.device)
-        distances = (steps[:, None] - steps).abs().clamp(max=4)
+        distances = (steps[:, None] - steps[None, :]).abs().clamp(max=4)
         return torch.ones(x.shape[2], x.shape[3]).triu(1).bool(), 1 / (1 + distances)
 
 

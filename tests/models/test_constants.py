@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from piecework.models.cascade import Cascade, unset_weights
+from piecework.models.channels import channel_axes
 from piecework.models.imported.atoms import cut
 from piecework.models.imported.module import Source, make
 from piecework.models.imported.own_names import fill_module
@@ -98,6 +99,12 @@ def test_they_compute_and_learn_what_the_module_does(function: str) -> None:
         assert torch.equal(parameter.grad, of_module[original(name)].grad), name
     arrays = whole.state_dict()
     assert all(torch.equal(array, arrays[original(name)]) for name, array in cascade.state_dict().items())
+
+
+def test_an_axis_that_an_index_adds_is_no_channel() -> None:
+    blueprint = build_blueprint(name_of("distant"), num_classes=10, input_shape=DIGIT, batch_norm="running")
+    axes = channel_axes(blueprint)
+    assert axes["atoms.1.layers.0.out.weight"][0] == axes["atoms.0.embed.weight"][0]
 
 
 def test_a_mask_that_no_update_may_hold_is_refused_before_a_run() -> None:
