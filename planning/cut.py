@@ -108,9 +108,13 @@ class Cut:
         return self.item(tuple(range(len(self.model.atoms))))
 
     def bytes(self, item: WorkItem) -> int:
-        """Return the memory cost (bytes) of a work item with the step that it names, computed once."""
+        """Return the memory cost (bytes) of a work item with the step that it names, computed once.
+
+        Where batches draw their net, it is that of the net that takes most: a narrow one may copy parts of the arrays.
+        """
         if item not in self._bytes:
-            self._bytes[item] = self.cost_model.bytes(self.part(item))
+            part = self.part(item)
+            self._bytes[item] = max(self.cost_model.bytes(step) for step in (part, *part.nested))
         return self._bytes[item]
 
     def needs(self, *items: WorkItem) -> dict[WorkItem, int]:

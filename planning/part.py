@@ -33,6 +33,7 @@ class Part(Step):
     covers: tuple[str, ...] | None = (
         None  # units of the run's own model that training changes, if not the `learned` ones
     )
+    nested: tuple["Part", ...] = ()  # steps of nets within it: each batch draws one of these and its own
 
     @property
     def covered(self) -> list[str]:

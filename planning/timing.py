@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise, starmap, takewhile
 from math import ceil
+from statistics import fmean
 from typing import NamedTuple
 
 from piecework.device_profiles.clock import simulated_seconds, task_seconds
@@ -43,9 +44,20 @@ def batches_of(settings: Settings, seen: int) -> int:
 
 
 def round_flops(settings: Settings, cost_model: CostModel, parts: Sequence[Part], examples: int) -> float:
-    """Return the FLOPs of a round of a client that trains parts on all of its examples: its steps, and features between."""
-    _, seen = local_work(settings, examples)
-    return work_flops(cost_model, parts, [seen] * len(parts)) + made_between(settings, parts, examples).flops
+    """Return the FLOPs of a round of a client that trains parts on all of its examples: its steps, and features between.
+
+    Where batches draw their net, it is the mean over draws.
+    """
+    seen = [local_work(settings, examples)[1]] * len(parts)
+    steps = work_flops(cost_model, parts, seen, expected_share(cost_model, parts))
+    return steps + made_between(settings, parts, examples).flops
+
+
+def expected_share(cost_model: CostModel, parts: Sequence[Part]) -> float:
+    """Return the fraction of the FLOPs of parts' steps that a client executes, in the mean over the nets that batches draw."""
+    drawn = sum(fmean(cost_model.trace(step).flops for step in (part, *part.nested)) for part in parts)
+    dense = sum(cost_model.trace(part).flops for part in parts)
+    return drawn / dense if dense else 1.0
 
 
 def work_flops(cost_model: CostModel, parts: Sequence[Part], seen: Sequence[int], executed: float = 1.0) -> float:

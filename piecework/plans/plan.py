@@ -21,7 +21,7 @@ from piecework.planning.coverage import Trainer, richest
 from piecework.planning.cut import Cut, label, trains_adversarially
 from piecework.planning.paper_memory import MACS
 from piecework.planning.part import Part, whole_model
-from piecework.planning.timing import local_work, round_flops, swapped_seconds, work_seconds
+from piecework.planning.timing import expected_share, local_work, round_flops, swapped_seconds, work_seconds
 from piecework.plans.parts import simulated_swapping, trained_fractions
 from piecework.plans.plan_evaluation import evaluation_row
 from piecework.plans.plan_privacy import privacy_row
@@ -221,8 +221,8 @@ def time_task(task: PlannedTask) -> Timed | None:
 
 def seconds_of(cut: Cut, parts: Sequence[Part], state: DeviceState, examples: int) -> float:
     """Return the seconds of a round of a device that trains these parts on this many examples."""
-    _, seen = local_work(cut.settings, examples)
-    return work_seconds(cut, cut.cost_model, parts, [seen] * len(parts), examples, state, totals(cut, tuple(parts))[1])
+    seen, share = [local_work(cut.settings, examples)[1]] * len(parts), expected_share(cut.cost_model, parts)
+    return work_seconds(cut, cut.cost_model, parts, seen, examples, state, totals(cut, tuple(parts))[1], share)
 
 
 def swap_seconds(cut: Cut, part: Part, state: DeviceState, examples: int) -> float:

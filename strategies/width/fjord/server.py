@@ -102,22 +102,16 @@ class FjORDCut(HeteroFLCut):
         return len(self.ratios) - level - 1 if self.settings.of(FjORDSettings).sampling == "batch" else 0
 
     def plain_part(self, item: WorkItem) -> Part:
-        """Return a sub-model for a step that trains all of it."""
-        return self.step(self.levels[item.variant], 0)
+        """Return a sub-model for a step that trains all of it, with those of the nets that batches draw."""
+        level = self.levels[item.variant]
+        own, *nested = (self.step(level, drawn) for drawn in range(1 + self.count_nested(level)))
+        return replace(own, nested=tuple(nested))
 
     def step(self, level: int, drawn: int) -> Part:
         """Return a sub-model for a step that trains its net number `drawn`: 0 is all of it, the others are narrower."""
         widths = tuple(self.models[level + 1 :][: self.count_nested(level)])
         loss = nested_loss(widths, self.distils, drawn)
         return replace(super().plain_part(self.sub_model(level)), make_loss=loss)
-
-    def bytes(self, item: WorkItem) -> int:
-        """Return the bytes of the most expensive step. A narrow net takes less itself, but may copy parts of the arrays."""
-        if item not in self._bytes:
-            level = self.levels[item.variant]
-            steps = range(1 + self.count_nested(level))
-            self._bytes[item] = max(self.cost_model.bytes(self.step(level, drawn)) for drawn in steps)
-        return self._bytes[item]
 
 
 class FjORD(HeteroFL):

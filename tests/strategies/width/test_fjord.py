@@ -23,15 +23,20 @@ from safetensors.numpy import load_file
 from torch.nn import functional as F
 
 from piecework import load
+from piecework.device_profiles.fleet import load_fleet
 from piecework.models.cascade import isolate_rng
 from piecework.models.channels import channel_axes
 from piecework.models.nested_norms import NestedNorms
 from piecework.models.static_norms import is_statistic
 from piecework.models.variant import Variant, vary
 from piecework.models.width import shapes, sub_indices, take, take_first
+from piecework.models.work_item import WorkItem
 from piecework.models.zoo import build_blueprint
 from piecework.planning import costs
 from piecework.planning.part import whole_model
+from piecework.planning.timing import work_seconds
+from piecework.plans.plan import client_task, planner_for
+from piecework.plans.question import ask
 from piecework.strategies.width.fjord.client import NestedLoss
 from piecework.strategies.width.fjord.server import FjORD, FjORDCut
 from piecework.training.loop import PieceModel
@@ -192,6 +197,32 @@ def test_a_ratio_is_drawn_for_every_batch_of_those_that_fit(tmp_path: Path, monk
     assert {level for nets, level in levels if nets == 2} == {0, 1, 2}
     assert {level for nets, level in levels if nets == 1} == {0, 1}
     assert {level for nets, level in levels if nets == 0} == {0}
+
+
+@pytest.mark.parametrize("distil", [False, True])
+def test_a_plan_expects_the_mean_over_the_nets_that_batches_draw(distil: bool) -> None:
+    """Of three nets, two behind a client of ratio 1 and none behind one of 0.25, whose batches all train the same."""
+    changes = {
+        "fleet": fleet_json(rich=3.0, poor=0.2),
+        "clients": 2,
+        "fjord__distillation": distil,
+        "dataset": "digits",
+    }
+    settings = tiny_settings(**FJORD | changes | {"training__batch_size": 8, "training__local_iterations": 3})
+    planner, states = planner_for(load_fleet(settings.fleet), settings, ask(settings))
+    (rich, poor), cut = states[0], planner.cut
+    (own,) = planner.parts(0, rich, 0.0, 1, 0)
+    flops = [cut.cost_model.trace(cut.step(0, drawn)).flops for drawn in range(3)]
+    assert (flops[0] > flops[1] > flops[2]) is not distil, "with distillation a narrow net runs beside the widest"
+    task = client_task(planner, 0, 0, rich, 0.0, 100)
+    assert task.flops == pytest.approx(3 * sum(flops) / 3)
+    certain = client_task(planner, 0, 1, poor, 0.0, 100)
+    assert certain.flops == 3 * cut.cost_model.trace(cut.step(2, 0)).flops
+    widest = work_seconds(cut, cut.cost_model, (own,), [24], 100, rich, task.message_bytes)
+    assert widest - task.seconds == pytest.approx((3 * flops[0] - sum(flops)) / rich.flops_per_second)
+    assert cut.bytes(WorkItem(own.atoms, variant=cut.variant_of(0))) == max(
+        cut.cost_model.bytes(cut.step(0, drawn)) for drawn in range(3)
+    )
 
 
 @pytest.mark.slow
