@@ -10,33 +10,11 @@ from torch import Tensor, fx, nn
 # Modules and functions whose result may share memory with their input.
 VIEWS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
 VIEW_NAMES = {
-    *(
-        "flatten",
-        "view",
-        "reshape",
-        "permute",
-        "transpose",
-        "squeeze",
-        "unsqueeze",
-        "unflatten",
-        "contiguous",
-        "getitem",
-    ),
-    *("chunk", "split", "unbind", "narrow", "expand", "dropout", "movedim", "swapaxes", "view_as", "t"),
+    *("flatten", "view", "view_as", "reshape", "permute", "transpose", "t", "squeeze", "unsqueeze", "unflatten"),
+    *("contiguous", "getitem", "chunk", "split", "unbind", "narrow", "expand", "dropout", "movedim", "swapaxes"),
 }
-CASTS = {
-    "to",
-    "type",
-    "type_as",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "int",
-    "long",
-    "bool",
-    "detach",
-}  # or the input
+# What these return is their input if it has the type already.
+CASTS = {*("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "detach")}
 IN_PLACE = {  # and the same operator that changes nothing
     **{operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul},
     **{operator.itruediv: operator.truediv, operator.ifloordiv: operator.floordiv, operator.imod: operator.mod},
@@ -80,10 +58,10 @@ def is_changed(
 
     That is what does in `values`, and views by name, since a step may lay out its tensors in another way.
     """
-    aliases, memory = {node}, _memory(values[node])
+    aliases, memory = {node}, memory_of(values[node])
     for other in later:
         for changed in _changed_by(other, modules):
-            if changed in aliases or (memory is not None and _memory(values[changed]) == memory):
+            if changed in aliases or (memory is not None and memory_of(values[changed]) == memory):
                 return True
         if other.args and other.args[0] in aliases and is_view(other, modules):
             aliases.add(other)
@@ -107,7 +85,7 @@ def _changed_by(node: fx.Node, modules: Mapping[str, nn.Module]) -> Iterator[fx.
     yield from (each for each in changed if isinstance(each, fx.Node))
 
 
-def _memory(value: Any) -> int | None:
+def memory_of(value: Any) -> int | None:
     """Return what tells a tensor's memory from others', also that of one without values."""
     dense = isinstance(value, Tensor) and value.layout == torch.strided
     return value.untyped_storage()._cdata if dense else None

@@ -3,6 +3,7 @@
 import copy
 import traceback
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from piecework.device_profiles.plugins import refuse_exit
 from piecework.models.cascade import Shape, norm_layer
+from piecework.models.imported.calls import memory_of
 from piecework.models.imported.source import find_make
 from piecework.models.layers import norm_layer_1d
 
@@ -111,8 +113,10 @@ def require_freed(root: nn.Module, source: Source) -> None:
 
 
 def require_state(root: nn.Module, source: Source) -> None:
-    """Raise ValueError if a module keeps a tensor that no file has, or that no message can hold."""
-    arrays = {id(array) for array in root.state_dict(keep_vars=True).values()}
+    """Raise ValueError if a module keeps a tensor that no file has, or that no message can hold, or in another's memory."""
+    own = {id(array): (name, array) for name, array in root.state_dict(keep_vars=True).items()}
+    _require_memory(own.values(), source)
+    arrays = set(own)
     known = {id(module) for module in root.modules()} | arrays
     for path, module in root.named_modules():
         held = {
@@ -134,6 +138,19 @@ def require_state(root: nn.Module, source: Source) -> None:
             raise ValueError(
                 f"{where}: the buffer {unsent[0]!r} is {module.get_buffer(unsent[0]).dtype}, which messages do not hold: "
                 "register torch.view_as_real of it, and use torch.view_as_complex in the forward pass"
+            )
+
+
+def _require_memory(arrays: Iterable[tuple[str, Tensor]], source: Source) -> None:
+    """Raise ValueError if arrays lie in the memory of one: what changes one changes the others, until two devices have them."""
+    seen = dict[int, str]()
+    for name, array in arrays:
+        memory = memory_of(array)
+        first = seen.setdefault(memory, name) if memory is not None else name
+        if first != name:
+            raise ValueError(
+                f"model = {source.name!r}: {name!r} lies in the memory of {first!r}, and a device may have only one of them: "
+                "keep a copy of it (clone())"
             )
 
 

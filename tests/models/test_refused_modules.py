@@ -92,7 +92,33 @@ class Scaled(nn.Module):
         return F.linear(F.dropout(x.flatten(1), 0.1, self.training), self.weight)
 
 
+class Sliced(nn.Module):
+    """Keeps a slice of a buffer as another one."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, classes)
+        self.register_buffer("table", torch.zeros(64))
+        self.register_buffer("first", self.table[:10])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table.add_(1.0)
+        return self.fc(x.flatten(1) + self.table) + self.first
+
+
+class Lent(Sliced):
+    """Lends a part of a layer's weights to another."""
+
+    def __init__(self, classes: int, shape: Any) -> None:
+        super().__init__(classes, shape)
+        self.table, self.first = torch.ones(64), torch.ones(classes)
+        self.small = nn.Linear(64, 5, bias=False)
+        self.small.weight = nn.Parameter(self.fc.weight.data[:5])
+
+
 WRONG = {
+    "Sliced": r"'first' lies in the memory of 'table', .*: keep a copy of it \(clone\(\)\)",
+    "Lent": "'small.weight' lies in the memory of 'fc.weight'",
     "Listed": "Listed keeps 'scales' outside its state dict",
     "Hidden": "Hidden keeps layers in 'layers', .*: make it an nn.ModuleList",
     "Rotated": "Rotated: the buffer 'turns' is torch.complex64, which messages do not hold",
