@@ -6,7 +6,7 @@ A device builds an atom from a copy of the module without values, and reads its 
 import copy
 import hashlib
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -23,13 +23,13 @@ from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weights_are_unset
 from piecework.models.channels import channel_axes
 from piecework.models.imported.boundaries import choose, is_weighted
-from piecework.models.imported.calls import keep_numbers
-from piecework.models.imported.constants import find_constants, find_needed, is_device, is_length
-from piecework.models.imported.graph import UntraceableError, as_module, record_calls
+from piecework.models.imported.constants import find_needed, is_device
+from piecework.models.imported.graph import UntraceableError, as_module
 from piecework.models.imported.logits import EXAMPLES, logits_of, require_logits_in_training, require_stateless
 from piecework.models.imported.module import Source, make, require_finite, require_freed, require_state
 from piecework.models.imported.narrow import kept_channels, narrow
 from piecework.models.imported.objects import code_of, is_object, require_trainable
+from piecework.models.imported.recording import Recording, record
 from piecework.models.imported.source import find_make, is_own
 from piecework.models.layers import narrowing, scale_channels
 
@@ -47,17 +47,6 @@ class CutModule:
     digest: str
     vocabulary: int = 0
     reason: str = ""
-
-
-class _Values(fx.Interpreter):
-    """Runs recorded calls, and keeps the result of each in `env`."""
-
-    def run_all(self, x: Tensor) -> Any:
-        """Return the result of the last call. `run` would make a progress bar, whose lock a killed worker leaves."""
-        self.args_iter = iter([x])
-        for node in self.graph.nodes:
-            self.env[node] = self.run_node(node)
-        return self.env[node]
 
 
 class Same(nn.Module):
@@ -86,15 +75,10 @@ def _whole_cut(source: Source) -> CutModule:
     require_freed(root, source)
     require_trainable(root, source.name)
     vocabulary = _vocabulary(root, source)
-    reason, positions, nodes = "", list[int](), list[fx.Node]()
+    reason, positions = "", list[int]()
     try:
-        graph = record_calls(root)
-        nodes = [node for node in graph.nodes if node.op != "output"]
-        values = _run(fx.GraphModule(root, graph), source, vocabulary)
-        keep_numbers(nodes, values)
-        constants = find_constants(nodes, dict(root.named_modules()), values)
-        positions = choose(nodes, dict(root.named_modules()), values, constants)
-        positions = _join_classifier(root, nodes, positions, values)
+        recording = record(root, source, vocabulary)
+        positions = _join_classifier(root, recording, choose(recording))
         if not positions:
             reason = f"{type(root).__name__}: no point is crossed by one tensor alone"
     except UntraceableError as error:
@@ -102,14 +86,11 @@ def _whole_cut(source: Source) -> CutModule:
     if reason:
         require_stateless(root, source, vocabulary)
         parts: list[nn.Module] = [root, Same(source.num_classes)]
-        names, shapes = [type(root).__name__.lower()], [(source.num_classes,)]
+        names, shapes = [type(root).__name__.lower()], list[Shape]([(source.num_classes,)])
     else:
-        ends = [*positions, len(nodes) - 1]
-        lengths = {node: values[node] for node in constants if is_length(node, values)}
-        parts = [
-            _part(root, nodes, a + 1, b + 1, constants, lengths) for a, b in zip([-1, *ends[:-1]], ends, strict=True)
-        ]
-        names, shapes = _names(root, nodes, positions), [tuple(values[nodes[p]].shape[1:]) for p in positions]
+        ends = [*positions, len(recording.nodes) - 1]
+        parts = [_part(root, recording, a + 1, b + 1) for a, b in zip([-1, *ends[:-1]], ends, strict=True)]
+        names, shapes = _names(recording, positions), [_shape(recording, recording.nodes[p]) for p in positions]
     require_logits_in_training(root, source, vocabulary)
     return CutModule(tuple(parts), tuple(names), tuple(shapes), _digest(root, parts, source), vocabulary, reason)
 
@@ -177,17 +158,15 @@ def shapes_of(parts: Sequence[nn.Module]) -> dict[str, Shape]:
     }
 
 
-def _join_classifier(
-    root: nn.Module, nodes: Sequence[fx.Node], positions: list[int], values: Mapping[fx.Node, Any]
-) -> list[int]:
+def _join_classifier(root: nn.Module, recording: Recording, positions: list[int]) -> list[int]:
     """Return the positions without those between the layers of a classifier behind maps, if it is at most half of the model.
 
     Some systems put the head behind every atom, so it takes the maps that atoms make. A larger classifier is cut nevertheless.
     """
-    maps = [p for p in positions if values[nodes[p]].dim() > 2]
+    nodes, modules = recording.nodes, recording.modules
+    maps = [p for p in positions if recording.values[nodes[p]].dim() > 2]
     if not maps or maps == positions or positions[: len(maps)] != maps:
         return positions
-    modules = dict(root.named_modules())
     behind = {str(node.target) for node in nodes[maps[-1] + 1 :] if node.op == "call_module"}
     light = sum(p.numel() for target in behind for p in modules[target].parameters())
     return maps if light <= sum(p.numel() for p in root.parameters()) / 2 else positions
@@ -216,46 +195,48 @@ def _vocabulary(root: nn.Module, source: Source) -> int:
     return 0 if strange else first.num_embeddings
 
 
-def _run(module: fx.GraphModule, source: Source, vocabulary: int) -> dict[fx.Node, Any]:
-    values = _Values(module)
-    logits_of(values.run_all, source, vocabulary)
-    return values.env
-
-
-def _part(
-    root: nn.Module,
-    nodes: Sequence[fx.Node],
-    begin: int,
-    end: int,
-    constants: Set[fx.Node],
-    lengths: Mapping[fx.Node, int],
-) -> nn.Module:
+def _part(root: nn.Module, recording: Recording, begin: int, end: int) -> nn.Module:
     """Return the module that runs nodes[begin:end] on the result of the node before them.
 
-    It computes the `constants` that these use by itself. `lengths` are those of the model's input, which it does not have.
+    It computes the constants that these use by itself, and has the lengths of tensors that it does not have. What goes from
+    one part to the next has its examples along the first axis, as messages and files do.
     """
+    nodes, constants, lengths = recording.nodes, recording.constants, recording.lengths
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     if begin:
-        copies[nodes[begin - 1]] = z = graph.placeholder("z")
-        copies |= lengths
+        z = graph.placeholder("z")
+        copies[nodes[begin - 1]] = _swapped(graph, z, recording.axes[nodes[begin - 1]])
     wanted = {node for node in nodes[begin:end] if node not in constants}
     wanted |= {node for node in nodes if node.op == "get_attr" and wanted & set(node.users)}
     for node in sorted(wanted | find_needed(wanted, constants), key=nodes.index):
         if begin and is_device(node):
             copies[node] = graph.call_function(getattr, (z, "device"))
-        elif node not in copies:
+        elif node in lengths and node.args[0] not in copies:
+            copies[node] = lengths[node]
+        else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[nodes[end - 1]])
+    graph.output(_swapped(graph, copies[nodes[end - 1]], recording.axes[nodes[end - 1]]))
     return as_module(root, graph)
 
 
-def _names(root: nn.Module, nodes: Sequence[fx.Node], positions: Sequence[int]) -> list[str]:
+def _swapped(graph: fx.Graph, node: fx.Node, axis: int) -> fx.Node:
+    """Return a tensor with its first axis in the place of another, and that in the first place."""
+    return graph.call_method("transpose", (node, 0, axis)) if axis else node
+
+
+def _shape(recording: Recording, node: fx.Node) -> Shape:
+    """Return the shape of one example of what a part returns, whose examples are along the first axis."""
+    lengths, axis = [*recording.values[node].shape], recording.axes[node]
+    lengths[0], lengths[axis] = lengths[axis], lengths[0]
+    return tuple(lengths[1:])
+
+
+def _names(recording: Recording, positions: Sequence[int]) -> list[str]:
     """Return the name of each atom: the path that its layers with weights have in common."""
-    modules, names = dict(root.named_modules()), list[str]()
+    nodes, names = recording.nodes, list[str]()
     for a, b in zip([-1, *positions[:-1]], positions, strict=True):
-        paths = [
-            str(n.target).split(".") for n in nodes[a + 1 : b + 1] if n.op == "call_module" and is_weighted(n, modules)
-        ]
+        weighted = [n for n in nodes[a + 1 : b + 1] if n.op == "call_module" and is_weighted(n, recording.modules)]
+        paths = [str(n.target).split(".") for n in weighted]
         common = [steps[0] for steps in takewhile(lambda steps: len({*steps}) == 1, zip(*paths, strict=False))]
         name = "_".join(common) or (paths[0][0] if paths else f"atom{len(names)}")
         names.append(name if name not in names else f"{name}_{len(names)}")

@@ -8,11 +8,11 @@ nowhere: each atom that uses it computes it by itself (constants.py).
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from piecework.models.imported.calls import VIEW_NAMES, VIEWS, is_changed, module_of, name_of
+from piecework.models.imported.recording import Recording
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 MOVES = {"permute", "transpose", "movedim", "swapaxes", "t"}  # they settle the layout of features
@@ -34,10 +34,12 @@ def is_weighted(node: fx.Node, modules: Modules, constants: Collection[fx.Node] 
     )
 
 
-def crossings(
-    nodes: Sequence[fx.Node], modules: Modules, values: Mapping[fx.Node, Any], constants: Collection[fx.Node] = ()
-) -> list[int]:
-    """Return the positions p of nodes whose result alone crosses to later nodes, and is a tensor that these leave as it is."""
+def crossings(recording: Recording) -> list[int]:
+    """Return the positions p of nodes whose result alone crosses to later nodes, and is a tensor that these leave as it is.
+
+    One of its axes is that of the examples.
+    """
+    nodes, modules, constants = recording.nodes, recording.modules, recording.constants
     place = {node: p for p, node in enumerate(nodes)}
     last = {node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
     tied = _ties(nodes, modules, constants)
@@ -46,8 +48,8 @@ def crossings(
         live = [
             other for other in nodes[: p + 1] if last[other] > p and other.op != "get_attr" and other not in constants
         ]
-        alone = live == [node] and isinstance(values[node], Tensor) and not any(a <= p < b for a, b in tied)
-        if alone and not is_changed(node, nodes[p + 1 :], modules, values):
+        alone = live == [node] and node in recording.axes and not any(a <= p < b for a, b in tied)
+        if alone and not is_changed(node, nodes[p + 1 :], modules, recording.values):
             found.append(p)
     return found
 
@@ -70,11 +72,10 @@ def _ties(nodes: Sequence[fx.Node], modules: Modules, constants: Collection[fx.N
     return [(min(places), max(places)) for places in uses.values() if places and min(places) < max(places)]
 
 
-def choose(
-    nodes: Sequence[fx.Node], modules: Modules, values: Mapping[fx.Node, Any], constants: Collection[fx.Node] = ()
-) -> list[int]:
+def choose(recording: Recording) -> list[int]:
     """Return the positions behind which the nodes are cut, so that each atom has a layer with weights."""
-    possible = crossings(nodes, modules, values, constants)
+    nodes, modules, constants = recording.nodes, recording.modules, recording.constants
+    possible = crossings(recording)
     weighted = [p for p, node in enumerate(nodes) if is_weighted(node, modules, constants)]
     found: list[int] = []
     for a, b in pairwise(weighted):

@@ -5,7 +5,7 @@ atom had to get them from another, no single tensor would cross between two laye
 """
 
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 from torch import fx, nn
@@ -29,11 +29,13 @@ Modules = Mapping[str, nn.Module]
 Values = Mapping[fx.Node, Any]
 
 
-def find_constants(nodes: Sequence[fx.Node], modules: Modules, values: Values) -> set[fx.Node]:
+def find_constants(
+    nodes: Sequence[fx.Node], modules: Modules, values: Values, lengths: Collection[fx.Node]
+) -> set[fx.Node]:
     """Return the nodes whose results are the same for all examples, and that no later node changes.
 
-    They are buffers, lengths of the model's input and its device, tensors that are made of nothing, and what is computed of
-    these. Parameters are none, because they learn, and neither are buffers of layers that are called, which may change them.
+    They are buffers, `lengths` of tensors and their device, tensors that are made of nothing, and what is computed of these.
+    Parameters are none, because they learn, and neither are buffers of layers that are called, which may change them.
     """
     changed = {id(b) for node in nodes if (layer := module_of(node, modules)) is not None for b in layer.buffers()}
     for p, node in enumerate(nodes):
@@ -44,7 +46,7 @@ def find_constants(nodes: Sequence[fx.Node], modules: Modules, values: Values) -
         if node.op == "get_attr":
             attribute = _attribute(node, modules)
             constant = not isinstance(attribute, nn.Parameter) and id(attribute) not in changed
-        elif is_length(node, values) or is_device(node):
+        elif node in lengths or is_device(node):
             constant = True
         else:
             constant = _is_pure(node, found) and not is_changed(node, nodes[p + 1 :], modules, values)
@@ -66,38 +68,23 @@ def _is_pure(node: fx.Node, constants: Set[fx.Node]) -> bool:
     return node.target in MAKERS or (name_of(node) in PURE and not is_in_place(node, {}) and "out" not in node.kwargs)
 
 
-def is_length(node: fx.Node, values: Values) -> bool:
-    """Return whether a node returns the length of an axis of the model's input that is not the batch's."""
-    source: Any
-    if node.op == "call_method" and node.target == "size" and len(node.args) == 2:
-        source, axis = node.args
-    elif node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_shape(node.args[0]):
-        source, axis = node.args[0].args[0], node.args[1]
-    else:
-        return False
-    return _is_input(source) and isinstance(axis, int) and axis % values[source].dim() != 0
+def is_length(node: fx.Node) -> bool:
+    """Return whether a node returns the length of an axis of a tensor."""
+    if node.op == "call_method":
+        return node.target == "size" and len(node.args) == 2
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_shape(node.args[0])
 
 
 def _is_shape(node: fx.Node) -> bool:
     """Return whether a node returns the lengths of all axes of a tensor."""
     if node.op == "call_method":
         return node.target == "size" and len(node.args) == 1
-    return _is_attribute(node, "shape")
+    return node.target is getattr and node.args[1:] == ("shape",)
 
 
 def is_device(node: fx.Node) -> bool:
-    """Return whether a node returns the device of the model's input."""
-    return _is_attribute(node, "device") and _is_input(node.args[0])
-
-
-def _is_attribute(node: fx.Node, name: str) -> bool:
-    """Return whether a node returns the attribute `name` of another's result."""
-    return node.target is getattr and node.args[1:] == (name,)
-
-
-def _is_input(argument: Any) -> bool:
-    """Return whether an argument is the model's input."""
-    return isinstance(argument, fx.Node) and argument.op == "placeholder"
+    """Return whether a node returns the device of a tensor, which is that of all tensors."""
+    return node.target is getattr and node.args[1:] == ("device",)
 
 
 def find_needed(wanted: Set[fx.Node], constants: Set[fx.Node]) -> set[fx.Node]:

@@ -1,4 +1,4 @@
-"""What a module outside this project returns for two examples without values: it has to be logits."""
+"""What a module outside this project returns for examples without values: it has to be logits."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from piecework.models.imported.module import Source, place_of
 EXAMPLES = 2
 
 
-def logits_of(function: Any, source: Source, vocabulary: int) -> Tensor:
-    """Return the logits of two examples without values. Raises ValueError if there are none of the right shape."""
+def logits_of(function: Any, source: Source, vocabulary: int, examples: int = EXAMPLES) -> Tensor:
+    """Return the logits of examples without values. Raises ValueError if there are none of the right shape."""
     kind = torch.int64 if vocabulary else torch.float32
     with without_data():
-        x = torch.zeros(EXAMPLES, *source.input_shape, dtype=kind)
+        x = torch.zeros(examples, *source.input_shape, dtype=kind)
     try:
         with torch.no_grad(), without_data():
             found = function(x)
@@ -26,20 +26,20 @@ def logits_of(function: Any, source: Source, vocabulary: int) -> Tensor:
             reason += "; what depends on values cannot be priced, so write it with tensors (torch.where)"
         said = f"model = {source.name!r} does not take examples of {shape}: {reason}{place_of(error)}"
         raise ValueError(said) from error
-    _require_logits(found, source)
+    _require_logits(found, source, examples)
     logits: Tensor = found
     return logits
 
 
-def _require_logits(found: Any, source: Source, when: str = "") -> None:
-    """Raise ValueError for a result of two examples that is no logits; `when` says when a module returned it."""
-    if not isinstance(found, Tensor) or found.shape != (EXAMPLES, source.num_classes):
+def _require_logits(found: Any, source: Source, examples: int, when: str = "") -> None:
+    """Raise ValueError for a result of examples that is no logits; `when` says when a module returned it."""
+    if not isinstance(found, Tensor) or found.shape != (examples, source.num_classes):
         kind = "a dict" if isinstance(found, dict) else f"a {type(found).__name__}"
         shown = str(tuple(found.shape)) if isinstance(found, Tensor) else kind
         advice = "" if isinstance(found, Tensor) else "; have a module of yours call it, and return the logits alone"
         raise ValueError(
-            f"model = {source.name!r} returns {shown} for {EXAMPLES} examples{when}: expected logits of shape "
-            f"{(EXAMPLES, source.num_classes)}{advice}"
+            f"model = {source.name!r} returns {shown} for {examples} examples{when}: expected logits of shape "
+            f"{(examples, source.num_classes)}{advice}"
         )
 
 
@@ -55,7 +55,7 @@ def require_logits_in_training(root: nn.Module, source: Source, vocabulary: int)
         return
     finally:
         root.eval()
-    _require_logits(found, source, " in training (self.training)")
+    _require_logits(found, source, EXAMPLES, " in training (self.training)")
 
 
 def require_stateless(root: nn.Module, source: Source, vocabulary: int) -> None:

@@ -101,6 +101,31 @@ class Stepping(Causal):
         return super().shared(x)
 
 
+class Late(Causal):
+    """Makes its mask as long as what its embedding returns, with the first axis for steps, as some decoders do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.squeeze(1)).transpose(0, 1)
+        length, _, width = x.shape
+        mask = torch.ones(x.size(0), length, dtype=torch.bool, device=x.device).triu(1)
+        turns = self.turns[:length] * (width + 0 * x.size(-1))
+        for layer in self.layers:
+            x = layer(x.transpose(0, 1), mask, turns).transpose(0, 1)
+        return self.out(x.mean(0))
+
+
+class Counted(Causal):
+    """Uses the number of its examples behind the last layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = x.shape[0]
+        mask, turns = self.shared(x)
+        x = self.embed(x.squeeze(1))
+        for layer in self.layers:
+            x = layer(x, mask, turns)
+        return self.out(x.reshape(number, -1, WIDTH).mean(1))
+
+
 class Replacing(Causal):
     """Makes the turns anew of those of the pass before."""
 
@@ -219,6 +244,14 @@ def counting(num_classes: int, input_shape: Any) -> nn.Module:
 
 def stepping(num_classes: int, input_shape: Any) -> nn.Module:
     return Stepping(num_classes)
+
+
+def late(num_classes: int, input_shape: Any) -> nn.Module:
+    return Late(num_classes)
+
+
+def counted(num_classes: int, input_shape: Any) -> nn.Module:
+    return Counted(num_classes)
 
 
 def replacing(num_classes: int, input_shape: Any) -> nn.Module:
