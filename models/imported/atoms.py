@@ -212,7 +212,8 @@ def _part(root: nn.Module, recording: Recording, begin: int, end: int) -> nn.Mod
         if begin and is_device(node):
             copies[node] = graph.call_function(getattr, (z, "device"))
         elif node in lengths and node.args[0] not in copies:
-            copies[node] = lengths[node]
+            length = lengths[node]
+            copies[node] = graph.call_method("size", (z, 0)) if length is None else length
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(_swapped(graph, copies[nodes[end - 1]], recording.axes[nodes[end - 1]]))

@@ -32,7 +32,7 @@ Values = Mapping[fx.Node, Any]
 def find_constants(
     nodes: Sequence[fx.Node], modules: Modules, values: Values, lengths: Collection[fx.Node]
 ) -> set[fx.Node]:
-    """Return the nodes whose results are the same for all examples, and that no later node changes.
+    """Return the nodes whose results are the same for all examples, or depend on their number, and that no later node changes.
 
     They are buffers, `lengths` of tensors and their device, tensors that are made of nothing, and what is computed of these.
     Parameters are none, because they learn, and neither are buffers of layers that are called, which may change them.

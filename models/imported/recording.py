@@ -17,15 +17,15 @@ from piecework.models.imported.module import Source
 class Recording:
     """The recorded calls (`nodes`) of a module's forward pass, and what each returns for examples without values.
 
-    `axes` are the axes of examples in tensors that have one. `lengths` are those of other axes, which the pass reads.
-    `constants` are the nodes whose results are the same for all examples.
+    `axes` are the axes of examples in tensors that have one. `lengths` are those of axes that the pass reads, None for the
+    number of examples. `constants` are the nodes whose results are the same for all examples.
     """
 
     nodes: Sequence[fx.Node]
     modules: Mapping[str, nn.Module]
     values: Mapping[fx.Node, Any]
     axes: Mapping[fx.Node, int]
-    lengths: Mapping[fx.Node, int]
+    lengths: Mapping[fx.Node, int | None]
     constants: Set[fx.Node]
 
 
@@ -50,8 +50,11 @@ def record(root: nn.Module, source: Source, vocabulary: int) -> Recording:
     values, others = (_run(root, graph, source, vocabulary, number) for number in (EXAMPLES, EXAMPLES + 1))
     keep_numbers(nodes, values)
     axes = {node: axis for node in nodes if (axis := _axis_of(values[node], others[node])) is not None}
-    read = [node for node in nodes if is_length(node)]
-    lengths = {node: values[node] for node in read if isinstance(values[node], int) and values[node] == others[node]}
+    read = {node: (values[node], others[node]) for node in nodes if is_length(node)}
+    lengths: dict[fx.Node, int | None] = {
+        node: n for node, (n, other) in read.items() if isinstance(n, int) and n == other
+    }
+    lengths |= {node: None for node, found in read.items() if found == (EXAMPLES, EXAMPLES + 1)}
     constants = find_constants(nodes, modules, values, lengths)
     return Recording(nodes, modules, values, axes, lengths, constants)
 

@@ -115,11 +115,12 @@ class Late(Causal):
 
 
 class Counted(Causal):
-    """Uses the number of its examples behind the last layer."""
+    """Expands its mask to its examples, and uses their number behind the last layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         number = x.shape[0]
         mask, turns = self.shared(x)
+        mask = mask.expand(number, -1, -1)
         x = self.embed(x.squeeze(1))
         for layer in self.layers:
             x = layer(x, mask, turns)

@@ -56,7 +56,7 @@ def pair(function: str) -> tuple[Cascade, nn.Module]:
         ("counting", ["embed"]),
         ("stepping", LAYERS),
         ("late", LAYERS),
-        ("counted", ["embed"]),
+        ("counted", LAYERS),
         ("replacing", ["replacing"]),
         ("measuring", LAYERS),
         ("filling", ["embed"]),
