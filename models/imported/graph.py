@@ -30,6 +30,14 @@ class UntraceableError(ValueError):
     """The forward pass of a module cannot be recorded. The message names the module and the reason."""
 
 
+class _UndecidedError(Exception):
+    """The code of a forward pass branches on the value of a node."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(str(node))
+        self.node = node
+
+
 class _Proxy(fx.Proxy):
     """A value in a recorded call. `x += y` changes the memory that x has, which fx.Proxy would record as `x = x + y`."""
 
@@ -69,6 +77,8 @@ class _Tracer(GradientTracer):
         super().__init__(root)
         self.leaves = leaves
         self.inside: list[str] = []
+        self.answers: list[bool | None] = []  # to what the code branches on, in order
+        self.asked = 0
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return the value that a node stands for."""
@@ -102,6 +112,15 @@ class _Tracer(GradientTracer):
                 "get_attr", name, (), {}, proxy_factory_fn=lambda node: _BufferProxy(node, self, attr_val)
             )
         return parameter_proxy_cache[name]
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Return whether a recorded value is true, which has to be known."""
+        if self.asked == len(self.answers):
+            raise _UndecidedError(obj.node)
+        answer, self.asked = self.answers[self.asked], self.asked + 1
+        if answer is None:
+            raise TypeError("its forward pass branches on its examples, or on how many there are")
+        return answer
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record or enter a module; where recording fails, `inside` keeps the path to it."""
@@ -178,20 +197,19 @@ def _keep_buffers(root: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def record_calls(root: nn.Module) -> fx.Graph:
+def record_calls(root: nn.Module, decide: Callable[[fx.Node], bool | None]) -> fx.Graph:
     """Return the calls of a module's forward pass, which takes one tensor.
 
-    A submodule whose own code cannot be recorded, because it branches on values or on `self.training`, is called as a whole.
-    Raises UntraceableError if that is the whole module.
+    Where its code branches on a recorded value, `decide` returns the value's truth, or None if examples decide. A submodule
+    whose own code cannot be recorded, because it branches on values or on `self.training`, is called as a whole. Raises
+    UntraceableError if that is the whole module.
     """
     leaves: set[str] = set()
     while True:
         tracer, before = _Tracer(root, leaves), _random_states()
         try:
-            with _RecordMakers(tracer), _keep_buffers(root), _pack_sizes(), refuse_own_backward(), torch.enable_grad():
-                trained = tracer.trace(root.train(True))
-                tracer.inside = []
-                evaluated = tracer.trace(root.train(False))
+            trained = _trace(tracer, root.train(True), decide)
+            evaluated = _trace(tracer, root.train(False), decide)
         except Exception as error:  # whatever the user's code raises on a tensor without values
             reason = str(error).partition("\n")[0] or type(error).__name__
             leaves.add(_inner(root, tracer.inside[-1:], leaves, reason))
@@ -206,6 +224,19 @@ def record_calls(root: nn.Module) -> fx.Graph:
             return evaluated
         stack = list(unlike.meta.get("nn_module_stack", {})) if unlike is not None else []
         leaves.add(_inner(root, stack[-1:], leaves, "its forward pass asks for self.training"))
+
+
+def _trace(tracer: _Tracer, root: nn.Module, decide: Callable[[fx.Node], bool | None]) -> fx.Graph:
+    """Return the recorded calls, once it is known what all branches are for."""
+    tracer.answers = []
+    while True:
+        tracer.inside, tracer.asked = [], 0
+        try:
+            with _RecordMakers(tracer), _keep_buffers(root), _pack_sizes(), refuse_own_backward(), torch.enable_grad():
+                return tracer.trace(root)
+        except _UndecidedError as error:
+            branch = error.node
+        tracer.answers.append(decide(branch))
 
 
 class Recorded(nn.Module):

@@ -11,14 +11,18 @@ from piecework.models.imported.module import Source, place_of
 EXAMPLES = 2
 
 
-def logits_of(function: Any, source: Source, vocabulary: int, examples: int = EXAMPLES) -> Tensor:
-    """Return the logits of examples without values. Raises ValueError if there are none of the right shape."""
+def zeros_like_examples(source: Source, vocabulary: int, examples: int = EXAMPLES) -> Tensor:
+    """Return examples without values."""
     kind = torch.int64 if vocabulary else torch.float32
     with without_data():
-        x = torch.zeros(examples, *source.input_shape, dtype=kind)
+        return torch.zeros(examples, *source.input_shape, dtype=kind)
+
+
+def logits_of(function: Any, source: Source, vocabulary: int, examples: int = EXAMPLES) -> Tensor:
+    """Return the logits of examples without values. Raises ValueError if there are none of the right shape."""
     try:
         with torch.no_grad(), without_data():
-            found = function(x)
+            found = function(zeros_like_examples(source, vocabulary, examples))
     except Exception as error:
         shape = "x".join(map(str, source.input_shape))
         reason = str(error).partition("\n")[0]
@@ -45,12 +49,10 @@ def _require_logits(found: Any, source: Source, examples: int, when: str = "") -
 
 def require_logits_in_training(root: nn.Module, source: Source, vocabulary: int) -> None:
     """Raise ValueError if a module returns something else in training, as with auxiliary logits. It stays in evaluation."""
-    with without_data():
-        x = torch.zeros(EXAMPLES, *source.input_shape, dtype=torch.int64 if vocabulary else torch.float32)
     root.train()
     try:
         with torch.no_grad(), without_data():
-            found = root(x)
+            found = root(zeros_like_examples(source, vocabulary))
     except Exception:  # what it cannot compute is said where it is evaluated or priced
         return
     finally:

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from piecework.models.imported.branches import Values, decide
 from piecework.models.imported.calls import keep_numbers
 from piecework.models.imported.constants import find_constants, is_length
 from piecework.models.imported.graph import record_calls
@@ -29,23 +31,13 @@ class Recording:
     constants: Set[fx.Node]
 
 
-class _Values(fx.Interpreter):
-    """Runs recorded calls, and keeps the result of each in `env`."""
-
-    def run_all(self, x: Tensor) -> Any:
-        """Return the result of the last call. `run` would make a progress bar, whose lock a killed worker leaves."""
-        self.args_iter = iter([x])
-        for node in self.graph.nodes:
-            self.env[node] = self.run_node(node)
-        return self.env[node]
-
-
 def record(root: nn.Module, source: Source, vocabulary: int) -> Recording:
     """Return the recorded forward pass of a module. Raises UntraceableError if it cannot be recorded.
 
     It runs on two numbers of examples: what differs depends on how many there are.
     """
-    graph, modules = record_calls(root), dict(root.named_modules())
+    graph = record_calls(root, partial(decide, root, source, vocabulary))
+    modules = dict(root.named_modules())
     nodes = [node for node in graph.nodes if node.op != "output"]
     values, others = (_run(root, graph, source, vocabulary, number) for number in (EXAMPLES, EXAMPLES + 1))
     keep_numbers(nodes, values)
@@ -61,7 +53,7 @@ def record(root: nn.Module, source: Source, vocabulary: int) -> Recording:
 
 def _run(root: nn.Module, graph: fx.Graph, source: Source, vocabulary: int, examples: int) -> dict[fx.Node, Any]:
     """Return what each node returns for a number of examples."""
-    values = _Values(fx.GraphModule(root, graph))
+    values = Values(fx.GraphModule(root, graph))
     logits_of(values.run_all, source, vocabulary, examples)
     return values.env
 
