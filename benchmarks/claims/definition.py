@@ -36,7 +36,7 @@
     ahead = "FeDepth"
     behind = ["HeteroFL"]
     cases = ["weak"]               # optional
-    by = 4.0                       # optional: at least so many points ahead
+    by = 4.0                       # optional: at least so many points ahead; below 0: at most so many behind
     cause = "..."                  # optional: why it does not hold, with the figures of the experiments that show it
     [headline]                     # optional: a picture of a few rows, accuracy against simulated time, a panel for each case
     storage = "sd"                 # or "emmc", or "nvme"
@@ -122,14 +122,14 @@ class Row(_Table):
 class Order(_Table):
     """An order that is claimed: the row `ahead` has a higher accuracy than each of those `behind`, in `cases` (none = all).
 
-    `by`: by at least so many points. `cause`: why it does not hold.
+    `by`: by at least so many points; below 0: it is behind by at most so many. `cause`: why it does not hold.
     """
 
     text: str
     ahead: Name
     behind: Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
     cases: Names = ()
-    by: Annotated[float, Field(gt=0, le=100)] | None = None
+    by: Annotated[float, Field(ge=-100, le=100)] | None = None
     cause: str = ""
 
 

@@ -15,7 +15,8 @@ fewer than {ENOUGH} seeds, the standard deviation with {ENOUGH} or more. Within 
 fewer than {ENOUGH} seeds, and with {ENOUGH} or more the two are level. A row that no client can train is behind every row that
 trains; one that failed for another reason, or has no run yet, leaves it undecided. An order holds if the row is ahead of all
 the others that the claim names, does not hold if it is level with or behind one of them, and is undecided otherwise. Where an
-order is of a number of points, the row is ahead if the difference is at least as large, and behind if it is not."""
+order is of a number of points, the row is ahead if the difference is at least as large, and behind if it is not; of a row that
+is claimed to come within a number of points of another, the difference is below zero."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def difference(row: Standing, other: Standing, least: float | None = None) -> Di
     points, spread = fmean(values), stdev(values) if len(values) > 1 else None
     if least is not None:
         verdict = "ahead" if points >= least else "behind"
-        return Difference(name, verdict, points, spread, len(values), f"at least {least:g} points are claimed")
+        claimed = f"at least {least:g} points" if least > 0 else f"at most {-least:g} points behind"
+        return Difference(name, verdict, points, spread, len(values), f"{claimed} are claimed")
     return Difference(name, decide(points, spread, len(values)), points, spread, len(values))
 
 
