@@ -13,6 +13,7 @@ from benchmarks.claims.records import DOCS, Records
 from benchmarks.claims.standings import Standing, accuracy_at, current, deadlines, standings
 from benchmarks.claims.storage import STORAGE
 from benchmarks.claims.verdicts import as_good_with_more_rounds, difference
+from piecework.device_profiles.fleet import load_fleet
 from piecework.plans.measured import FILE, Situation, situate, skew_of
 from piecework.plans.question import ask
 from piecework.training.methods import SIMPLEST
@@ -37,9 +38,14 @@ def document(names: Sequence[str], docs: Path = DOCS) -> str:
 
 
 def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
-    """Yield the cases of a claim that say something."""
+    """Yield the cases of a claim that say something.
+
+    Cases whose fleet says what part of the model a device keeps say nothing of devices that are limited by their memory.
+    """
     found = standings(claim, current(claim, Records.read(claim.name, docs)))
     for case in claim.cases:
+        if any(device.keep for device in load_fleet(plain_settings(claim, case).fleet).devices):
+            continue
         there = [each for each in found[case.name] if each.candidate]
         ran = [each for each in there if each.runs]
         plain = plain_rows(row for row in claim.rows if row in [each.row for each in ran])

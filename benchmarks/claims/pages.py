@@ -141,8 +141,8 @@ def how_to_read(claim: Claim) -> list[str]:
             """Simulated time is compared at two moments: when the first candidate is through all its rounds, and when half of
             the candidates are. Neither is fair to all. At the first, slow systems are judged by their first rounds, in which
             their rate has not fallen yet; at the second, quick systems count with their final accuracy, although they could
-            have trained on. A figure is that of the row's last evaluation at or before that time, of at most 20 that the
-            records keep."""
+            have trained on. A figure is that of the row's last evaluation by that time, or at most a hundredth of it later,
+            of at most 20 that the records keep."""
         ),
     ]
 

@@ -13,6 +13,7 @@ from piecework.studies.failures import DIVERGED
 
 TIME_AT = {storage: 2 + place for place, storage in enumerate(STORAGE)}  # where a curve's points have seconds
 MEGABYTES_AT, ACCURACY_AT = 1, -1
+LATE = 1.01  # of a time: what takes as long as the row that sets it is judged by its last round too
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def with_more_rounds(claim: Claim, case: Case, there: Sequence[Standing]) -> lis
 
 
 def accuracy_at(standing: Standing, storage: str, seconds: float) -> float | None:
-    """Return the accuracy in percent of the last evaluations at or before a simulated time, the mean over the seeds.
+    """Return the accuracy in percent of the last evaluations by a simulated time (LATE), the mean over the seeds.
 
     It is None without a run, or if there was no evaluation by then with one of the seeds.
     """
@@ -164,6 +165,6 @@ def accuracy_at(standing: Standing, storage: str, seconds: float) -> float | Non
 
 
 def accuracy_by(curve: Sequence[Sequence[float]], column: int, limit: float) -> float | None:
-    """Return the accuracy in percent at the last point of a curve whose value in a column is at most the limit."""
-    past = [100 * point[ACCURACY_AT] for point in curve if point[column] <= limit]
+    """Return the accuracy in percent at the last point of a curve whose value in a column is no more than the limit (LATE)."""
+    past = [100 * point[ACCURACY_AT] for point in curve if point[column] <= LATE * limit]
     return past[-1] if past else None

@@ -136,6 +136,13 @@ def near(situation: Situation, cases: Sequence[Case]) -> Case | None:
     return case if case is not None and situation.is_near(case.situation) else None
 
 
+def nearest_divided(situation: Situation, cases: Sequence[Case]) -> Case | None:
+    """Return the nearest case if its data are divided in the same way, though not to the same degree, else None."""
+    case = nearest(situation, cases)
+    same = case is not None and case.situation.skew.partition(" ")[0] == situation.skew.partition(" ")[0]
+    return case if same else None
+
+
 def plain_rows(case: Case | None) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the rows of a case that stand for a system and its `memory.fit`, by these two."""
     return {(each["strategy"], each["fit"]): each for each in case.rows if each["plain"]} if case else {}
@@ -168,8 +175,8 @@ def ahead_of(chosen: dict[str, Any], rows: Sequence[dict[str, Any]], case: Case 
 def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Sequence[Case]) -> dict[str, Any]:
     """Return what was measured nearest, as JSON values: `text`, and `rows` to show, which are none if nothing was measured.
 
-    Rows are the leaders, and those of systems that one would try first. A row has what it is `behind` the first one in points,
-    and its simulated `seconds` on the storage that is nearest to the devices' disks.
+    Rows are what is told of, the leaders, and those of systems that one would try first. A row has what it is `behind` the
+    first one in points, and its simulated `seconds` on the storage that is nearest to the devices' disks.
     """
     case = nearest(situation, cases)
     if case is None:
@@ -181,7 +188,9 @@ def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Se
             "case": None,
         }
     time = min(case.times, key=lambda each: abs(log(each["bandwidth"] / situation.disk)))
-    shown = [row for row in case.rows if row in case.rows[:LEADERS] or row["strategy"] in list_advised()]
+    named = [time["row"], *(row["name"] for row in case.rows[:LEADERS])]
+    shown = [row for row in case.longer if is_told(row, case, time["storage"])]
+    shown += [row for row in case.rows if row["name"] in named or row["strategy"] in list_advised()]
     best = case.rows[0]["accuracy"]
     figures = [
         {**row, "behind": round(best - row["accuracy"], 1), "seconds": row["seconds"][time["storage"]]} for row in shown
@@ -199,12 +208,17 @@ def as_quick(case: Case) -> list[dict[str, Any]]:
     return [row for row in case.longer if all(row["seconds"][each] <= limit[each] for each in limit)]
 
 
+def is_told(row: dict[str, Any], case: Case, storage: str) -> bool:
+    """Return whether a row with more rounds is told of: it is ahead of the first one, or as good in no more time."""
+    return bool(row["verdict"] == "ahead" or row["seconds"][storage] <= case.rows[0]["seconds"][storage])
+
+
 def longer_text(case: Case, storage: str) -> str:
     """Return which rows with more rounds are ahead of the first one, or as good in no more time; empty if none is."""
     best, said = case.rows[0], ""
     means = {"ahead": "is ahead of", "level": "is level with", "undecided": "cannot be told from"}
     for row in case.longer:
-        if row["verdict"] == "ahead" or row["seconds"][storage] <= best["seconds"][storage]:
+        if is_told(row, case, storage):
             took, other = (format_seconds(each["seconds"][storage]) for each in (row, best))
             said += (
                 f" With more rounds {row['name']}, {means[row['verdict']]} {best['name']}: {row['accuracy']:.1f} % in {took} "

@@ -17,14 +17,20 @@ Row = dict[str, Any]
 
 
 def recommend(
-    simple: Row, rows: list[Row], attacked: bool, case: Case | None = None, others: Sequence[Row] = ()
+    simple: Row,
+    rows: list[Row],
+    attacked: bool,
+    case: Case | None = None,
+    others: Sequence[Row] = (),
+    nearest: Case | None = None,
 ) -> Row | None:
     """Return the row to try first, as `strategy`, `settings` to give and `text`, which says why; None if nothing can train.
 
     The whole model comes first, if every device can train it: in a plain step, then in one that takes less memory, then in
     pieces. Else it is the narrow model that every device can train, and last what most clients can do. If another one that
     every device can do was ahead of it in the `case` that was measured nearest, after as many rounds, that is recommended.
-    Of `others`, too, one is named that came as far there in no more time.
+    Of `others`, too, one is named that came as far there in no more time. Settings that a system should have for a question
+    like this are those of the `nearest` case, however far away it is.
     """
     useful = [row for row in rows if row["participation"] and row["covered"] >= USEFUL]
     everyone = [row for row in useful if row["participation"] - row["swapping"] == 1]
@@ -37,10 +43,11 @@ def recommend(
     text = reason_text(simple, chosen, useful)
     if ahead := ahead_of(chosen, everyone, case):
         text, chosen = f"{what_it_trains(ahead.row)} {rival_text(ahead, chosen)}".strip(), ahead.row
-    text = f"{text} {time_text(chosen, [*rows, *others], case)}".strip()
+    text = f"{text} {time_text(chosen, [*rows, *others], case)} {advice_text(chosen['strategy'], nearest)}"
+    text = " ".join(text.split())
     changes: dict[str, Any] = {"strategy": chosen["strategy"]}
     changes |= {"memory.fit": chosen["fit"]} if chosen["fit"] else {}
-    changes |= plain_rows(case).get((chosen["strategy"], chosen["fit"]), {}).get("advice", {})
+    changes |= advised["advice"] if (advised := advised_row(chosen["strategy"], nearest)) else {}
     if attacked and find_method(chosen["strategy"]).can.attack != "always":
         changes["training.adversarial"] = True
     return {"strategy": chosen["strategy"], "settings": changes, "text": text}
@@ -95,19 +102,35 @@ def rival_text(ahead: Ahead, rival: Row) -> str:
     )
 
 
+def advised_row(strategy: str, case: Case | None) -> Row | None:
+    """Return the row of a case by which a system has settings to be advised, or None."""
+    return next((row for row in plain_rows(case).values() if row["strategy"] == strategy and row["advice"]), None)
+
+
+def advice_text(strategy: str, case: Case | None) -> str:
+    """Return why the settings of `advised_row` are advised."""
+    row = advised_row(strategy, case)
+    if row is None:
+        return ""
+    given = " and ".join(f"{key} = {value}" for key, value in row["advice"].items())
+    return f"With {given} it had {row['accuracy']:.1f} % in what was measured nearest."
+
+
 def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
-    """Return what to compare if time counts: systems that came as far with more rounds as soon, and that all devices can do."""
+    """Return what to compare if time counts: systems that came as far with more rounds as soon."""
     if case is None:
         return ""
-    able = [row for row in rows if row["participation"] - row["swapping"] == 1 and row["covered"] >= USEFUL]
-    possible = {row["strategy"]: row["round_seconds"] for row in able if row["strategy"] != chosen["strategy"]}
+    able = [row for row in rows if row["participation"] > row["swapping"] and row["covered"] >= USEFUL]
+    possible = {row["strategy"]: row for row in able if row["strategy"] != chosen["strategy"]}
     best, said = case.rows[0], []
     for name, found in ((row["strategy"], row) for row in as_quick(case)):
         if name in possible:
             times = found["rounds"] / best["rounds"]
-            longer = times * possible[name] / chosen["round_seconds"]
+            longer = times * possible[name]["round_seconds"] / chosen["round_seconds"]
+            part = possible[name]["participation"] - possible[name]["swapping"]
+            who = "" if part == 1 else f" (by {format_share(part)} of the clients)"
             said.append(
-                f"{name}, which had {found['accuracy']:.1f} % with {found['rounds']} rounds (here {times:g} of them take "
+                f"{name}{who}, which had {found['accuracy']:.1f} % with {found['rounds']} rounds (here {times:g} of them take "
                 f"{longer:.1f} times as long as one of {chosen['strategy']})"
             )
     if not said:

@@ -21,7 +21,7 @@ from piecework.planning.page_plan import speed_of
 from piecework.planning.part import whole_model
 from piecework.plans.beside import Helpers
 from piecework.plans.ladder import climb
-from piecework.plans.measured import evidence, near, read_cases, situate
+from piecework.plans.measured import evidence, near, nearest_divided, read_cases, situate
 from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
 from piecework.plans.recommend import recommend
@@ -70,7 +70,8 @@ def advise(
     able = [row for row in found if not row["reason"]]
     first += [row for name in (*list_advised(), *own) for row in able if row["strategy"] == name]
     situation = situate(settings, question) if climbs or (own and settings.memory.model == "traced") else None
-    recommended = recommend(simple, first, attacked, near(situation, read_cases()) if situation else None, able)
+    cases = [find(situation, read_cases()) for find in (near, nearest_divided)] if situation else [None, None]
+    recommended = recommend(simple, first, attacked, cases[0], able, cases[1])
     if recommended and not METHODS[recommended["strategy"]].can.personal:
         recommended["settings"] |= mode
     return {

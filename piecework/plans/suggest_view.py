@@ -16,6 +16,7 @@ LEGEND = (
     "take part: of the clients; each, together: the part of the model that a client trains, and all of them; bytes and time "
     "are those of a round. +fit, with memory.fit: a step of the whole model that takes less memory (docs/howto/memory.md)."
 )
+ANSWERED = "answered: of the clients that were asked; those that a system has no task for are not asked."
 NO_ORDER = "The other systems, {training} training, by name: the order claims nothing."
 
 
@@ -59,11 +60,12 @@ def evidence_tables(measured: dict[str, Any]) -> list[Text | Table]:
     """Return what was measured nearest, with the rows that matter."""
     if not measured["rows"]:
         return [Text(measured["text"])]
-    found = columns("system", "accuracy", "behind by", "seeds", "take part", "simulated time")
+    found = columns("system", "accuracy", "behind by", "seeds", "answered", "simulated time")
     for row in measured["rows"]:
-        accuracy, behind, part = f"{row['accuracy']:.1f}%", f"{row['behind']:.1f}", f"{row['participation']:.0f}%"
+        accuracy, part = f"{row['accuracy']:.1f}%", f"{row['participation']:.0f}%"
+        behind = f"{row['behind']:.1f}" if row["behind"] >= 0 else f"{-row['behind']:.1f} ahead"
         found.add_row(row["name"], accuracy, behind, str(row["seeds"]), part, format_seconds(row["seconds"]))
-    return [Text(measured["text"]), found]
+    return [Text(measured["text"]), found, Text(ANSWERED)]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

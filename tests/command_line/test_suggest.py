@@ -72,13 +72,18 @@ def test_where_every_device_fits_the_model_federated_averaging_is_the_advice() -
 @pytest.mark.parametrize(
     ("asked", "adds"), [({"evaluation.mode": "personal"}, True), ({"strategy": "spafl"}, True), ({}, False)]
 )
-def test_who_wants_a_model_for_each_device_hears_of_those_systems(asked: dict[str, Any], adds: bool) -> None:
-    settings = Settings(clients=2, fleet="unlimited").with_values({"data.partition": "iid", **asked})
+@pytest.mark.parametrize("partition", ["iid", "dirichlet"])
+def test_who_wants_a_model_for_each_device_hears_of_those_systems(
+    asked: dict[str, Any], adds: bool, partition: str
+) -> None:
+    """Where data differ, one model for all is fine-tuned, as in what was measured."""
+    settings = Settings(clients=2, fleet="unlimited").with_values({"data.partition": partition, **asked})
     found = advise(settings, ask(settings))
     own = ["local", "spafl"] if adds else []
     assert [each["strategy"] for each in found["first"]] == ["fedavg", *own]
     assert (found["others"], found["measured"] is not None) == ([], adds)
     mode = {"evaluation.mode": "personal"} if adds else {}
+    mode |= {"fedavg.fine-tuning-epochs": 2} if adds and partition == "dirichlet" else {}
     assert found["recommended"]["settings"] == {"strategy": "fedavg"} | mode
 
 
