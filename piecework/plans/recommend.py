@@ -20,8 +20,8 @@ def recommend(
     simple: Row,
     rows: list[Row],
     attacked: bool,
-    case: Case | None = None,
     others: Sequence[Row] = (),
+    case: Case | None = None,
     nearest: Case | None = None,
 ) -> Row | None:
     """Return the row to try first, as `strategy`, `settings` to give and `text`, which says why; None if nothing can train.

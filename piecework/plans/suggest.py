@@ -21,7 +21,7 @@ from piecework.planning.page_plan import speed_of
 from piecework.planning.part import whole_model
 from piecework.plans.beside import Helpers
 from piecework.plans.ladder import climb
-from piecework.plans.measured import evidence, near, nearest_divided, read_cases, situate
+from piecework.plans.measured import Case, Situation, evidence, near, nearest_divided, read_cases, situate
 from piecework.plans.plan import fleet_states, make_plan, planner_for
 from piecework.plans.question import PlanQuestion
 from piecework.plans.recommend import recommend
@@ -70,8 +70,7 @@ def advise(
     able = [row for row in found if not row["reason"]]
     first += [row for name in (*list_advised(), *own) for row in able if row["strategy"] == name]
     situation = situate(settings, question) if climbs or (own and settings.memory.model == "traced") else None
-    cases = [find(situation, read_cases()) for find in (near, nearest_divided)] if situation else [None, None]
-    recommended = recommend(simple, first, attacked, cases[0], able, cases[1])
+    recommended = recommend(simple, first, attacked, able, *advising_cases(situation))
     if recommended and not METHODS[recommended["strategy"]].can.personal:
         recommended["settings"] |= mode
     return {
@@ -84,6 +83,13 @@ def advise(
         "others": [row for row in able if row not in first],
         "refused": [row for row in found if row["reason"]],
     }
+
+
+def advising_cases(situation: Situation | None) -> tuple[Case | None, Case | None]:
+    """Return the case that is near enough to decide what one tries first, and the nearest with data that are divided alike."""
+    if situation is None:
+        return None, None
+    return near(situation, read_cases()), nearest_divided(situation, read_cases())
 
 
 def suits(name: str, attacked: bool) -> bool:

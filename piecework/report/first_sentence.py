@@ -14,6 +14,7 @@ from piecework.report.display import UnderAttack, is_enforced, under_attack
 from piecework.report.participation import accepted, participation
 from piecework.server_app.run_folder import COMPLETED, STOPPED
 from piecework.server_app.summary import peak_over_budget, trained_parts
+from piecework.training.methods import METHODS
 
 Record = dict[str, Any]
 ENDINGS = {"failed": "the run failed", STOPPED: "the run was stopped", "unfinished": "the run has not ended"}
@@ -36,7 +37,7 @@ def first_sentence(settings: Record, rounds: Sequence[Record], final: Record | N
     when = {COMPLETED: f"in {count(len(rounds), 'round')}", "unfinished": f"{so_far} until now"}.get(
         status, f"{so_far} before {ended}"
     )
-    told = [f"{strategy} trained {model} on {who}{wholly(rounds)} {when}: {accuracy_text(rounds, final)}"]
+    told = [f"{strategy} trained {model} on {who}{wholly(rounds)} {when}: {accuracy_text(settings, rounds, final)}"]
     told += [part for part in (budget_text(rounds), untrained_text(rounds)) if part]
     if failed:
         told.append(failed)
@@ -52,22 +53,42 @@ def wholly(rounds: Sequence[Record]) -> str:
     return ", none of which trained it whole at once,"
 
 
-def accuracy_text(rounds: Sequence[Record], final: Record | None) -> str:
+def accuracy_text(settings: Record, rounds: Sequence[Record], final: Record | None) -> str:
     """Return how accurate the model is, on which data, and under attack where that was tried."""
     if final:
         said = f"{format_percent(final['accuracy'], 1)} of the test data right at the end"
         return said + "".join(f", {attacked(each)}" for each in under_attack(final).values())
-    data = "its own client's test data" if rounds[-1].get("personal") else "the test data"
+    data = own_data(settings) if rounds[-1].get("personal") else "the test data"
     for clean, under, where in (
         ("accuracy", "adversarial_accuracy", data),
         ("client_accuracy", "client_adversarial_accuracy", "the clients' validation data"),
     ):
         if evaluated := [r for r in rounds if r.get(clean) is not None]:
             last = evaluated[-1]
-            who = "each client's own model gets a mean of " if last.get("personal") else ""
+            who = whose_text(settings) if last.get("personal") else ""
             robust = f", {format_percent(last[under], 1)} under attack" if last.get(under) is not None else ""
             return f"{who}{format_percent(last[clean], 1)} of {where} right after round {last['round']}{robust}"
     return "its accuracy was not evaluated"
+
+
+def whose_text(settings: Record) -> str:
+    """Return which model a personal evaluation is of: each client's own, or one for all, which clients may fine-tune for it."""
+    if keeps_own_models(settings):
+        return "each client's own model gets a mean of "
+    epochs = next((value for key, value in settings.items() if key.endswith(".fine-tuning-epochs")), 0)
+    tuned = f", fine-tuned by each client for {count(epochs, 'epoch')}," if epochs else ""
+    return f"the model{tuned} gets a mean of "
+
+
+def own_data(settings: Record) -> str:
+    """Return the test data of a personal evaluation."""
+    return "its own client's test data" if keeps_own_models(settings) else "each client's own test data"
+
+
+def keeps_own_models(settings: Record) -> bool:
+    """Return whether clients have models of their own."""
+    entry = METHODS.get(settings.get("strategy", ""))
+    return entry is None or entry.can.personal
 
 
 def attacked(result: UnderAttack) -> str:

@@ -78,5 +78,5 @@ def seconds_left(settings: Settings, done: int, pace: Pace) -> float:
 def in_words(hours: float | None, unknown: int, unevaluated: int) -> str:
     """Return hours, the runs of unknown length, and those whose evaluations are not in the hours, in words."""
     known = [] if hours is None else [f"{format_seconds(3600 * hours)} left"]
-    known += [f"without the evaluations of {unevaluated} runs"] if unevaluated else []
-    return ", ".join(known + ([f"{unknown} runs of unknown length"] if unknown else []))
+    known += [f"without the evaluations of {unevaluated} run{'s' * (unevaluated > 1)}"] if unevaluated else []
+    return ", ".join(known + ([f"{unknown} run{'s' * (unknown > 1)} of unknown length"] if unknown else []))

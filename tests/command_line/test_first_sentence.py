@@ -60,8 +60,8 @@ def rounds_of(*accuracies: float | None, **changes: Any) -> list[dict[str, Any]]
             rounds_of(0.5, 0.875, personal=True),
             None,
             "completed",
-            "fedepth trained convnet on 2 clients in 2 rounds: each client's own model gets a mean of 87.5% of its own "
-            f"client's test data right after round 2; {STAYED}.",
+            "fedepth trained convnet on 2 clients in 2 rounds: the model gets a mean of 87.5% of each client's own test data "
+            f"right after round 2; {STAYED}.",
         ),
         (
             rounds_of(None, client_accuracy=0.5),
@@ -111,3 +111,18 @@ def test_updates_of_a_round_without_a_new_model_do_not_count() -> None:
     assert first_sentence(SETTINGS, rounds_of(0.5, aggregated=False), None, "failed") == (
         "fedepth could not train convnet: no client's update entered the model; the run failed in round 1 of 2."
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"strategy": "local"}, "each client's own model gets a mean of 50.0% of its own client's test data"),
+        (
+            {"strategy": "fedavg", "fedavg.fine-tuning-epochs": 1},
+            "the model, fine-tuned by each client for 1 epoch, gets a mean of 50.0% of each client's own test data",
+        ),
+        ({"strategy": "fedavg", "fedavg.fine-tuning-epochs": 0}, "rounds: the model gets a mean of 50.0% of each"),
+    ],
+)
+def test_a_personal_evaluation_says_whose_model_it_was_of(settings: dict[str, Any], says: str) -> None:
+    assert says in first_sentence(SETTINGS | settings, rounds_of(0.25, 0.5, personal=True), None, "completed")
