@@ -157,23 +157,28 @@ def of_case(claim: Claim, case: Case, found: Found) -> list[str]:
     if not any(each.recorded for each in there):
         return [
             *heading,
-            f"None of its {len(there)} rows is recorded yet. They are run by `{COMMAND} run {claim.name}`.",
+            f"None of its {len(there)} rows is recorded yet. They are run by {command_of(claim, case)}.",
         ]
     return [
         *heading,
         accuracies(claim, case, there),
-        *absent(claim, there),
+        *absent(claim, case, there),
         *shown(case_pictures(claim, case, found)),
         *([f"What it costs:\n\n{costs(there)}"] if any(each.runs for each in there) else []),
         *([f"Accuracy at equal simulated time:\n\n{table}"] if (table := equal_time(there)) else []),
     ]
 
 
-def absent(claim: Claim, there: Sequence[Standing]) -> list[str]:
+def command_of(claim: Claim, case: Case) -> str:
+    """Return the command that runs what is missing of a case."""
+    return f'`{COMMAND} run {claim.name} --case "{case.name}" --data-dir FOLDER`'
+
+
+def absent(claim: Claim, case: Case, there: Sequence[Standing]) -> list[str]:
     """Return which runs of a case failed, with the reason, and which are missing, with the command that runs them."""
     lines = [f"- {each.row.name}, seed {run.seed}: {reason_of(run)}" for each in there for run in each.failed]
     missing = [f"{each.row.name} ({seeds(each.missing)})" for each in there if each.missing]
-    command = f"`{COMMAND} run {claim.name}` (with `--only ROW` those of one row)"
+    command = f"{command_of(claim, case)} (with `--only ROW` those of one row)"
     return (["\n".join(lines)] if lines else []) + (
         [f"Missing: {'; '.join(missing)}. Run by {command}."] if missing else []
     )

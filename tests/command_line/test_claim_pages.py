@@ -58,7 +58,8 @@ def test_accuracies_by_hand(text: str) -> None:
     ]
     assert (
         "Missing: Pieces (seeds 1, 3); Narrow (seeds 1, 2, 3). "
-        "Run by `python -m benchmarks.claims run pieces` (with `--only ROW` those of one row).\n"
+        'Run by `python -m benchmarks.claims run pieces --case "mixed" --data-dir FOLDER` '
+        "(with `--only ROW` those of one row).\n"
     ) in text
 
 
@@ -138,7 +139,8 @@ def test_the_rest_of_the_page_by_hand(text: str) -> None:
 def test_a_case_without_a_record_is_named_and_nothing_more(claim: Claim, records: Records) -> None:
     weak = replace(records, runs=[run for run in records.runs if run.case == "weak"])
     text = document(claim, weak, standings(claim, current(claim, weak)))
-    begin = "None of its 2 rows is recorded yet. They are run by `python -m benchmarks.claims run pieces`."
+    command = 'python -m benchmarks.claims run pieces --case "mixed" --data-dir FOLDER'
+    begin = f"None of its 2 rows is recorded yet. They are run by `{command}`."
     assert text.partition("## Mixed\n")[2].partition("\n## ")[0].split("\n\n")[1].strip() == begin
     assert [row[1] for row in table_below(text, "## The claimed orders")[1:]] == ["weak", "weak"]
     assert "Not judged before there is a record: mixed.\n" in text
