@@ -24,6 +24,7 @@ from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weig
 from piecework.models.channels import channel_axes
 from piecework.models.imported.boundaries import choose, is_weighted
 from piecework.models.imported.constants import find_needed, is_device
+from piecework.models.imported.contexts import restored
 from piecework.models.imported.graph import UntraceableError, as_module
 from piecework.models.imported.logits import EXAMPLES, logits_of, require_logits_in_training, require_stateless
 from piecework.models.imported.module import Source, make, require_finite, require_freed, require_state
@@ -74,6 +75,11 @@ def _whole_cut(source: Source) -> CutModule:
     require_state(root, source)
     require_freed(root, source)
     require_trainable(root, source.name)
+    with restored(root):  # what passes assign is no part of the model that a device builds
+        return _recorded_cut(root, source)
+
+
+def _recorded_cut(root: nn.Module, source: Source) -> CutModule:
     vocabulary = _vocabulary(root, source)
     reason, positions = "", list[int]()
     try:

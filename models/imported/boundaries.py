@@ -9,15 +9,17 @@ nowhere: each atom that uses it computes it by itself (constants.py).
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
+import torch
 from torch import fx, nn
 
 from piecework.models.imported.calls import VIEW_NAMES, VIEWS, is_changed, module_of, name_of
+from piecework.models.imported.gradients import FACTS
 from piecework.models.imported.recording import Recording
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 MOVES = {"permute", "transpose", "movedim", "swapaxes", "t"}  # they settle the layout of features
 AVERAGES = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
-AVERAGE_NAMES = {"mean", "adaptive_avg_pool2d", "size", "getattr", "_assert"}
+AVERAGE_NAMES = {"mean", "adaptive_avg_pool2d", "size", "_assert"}
 Modules = Mapping[str, nn.Module]
 
 
@@ -48,10 +50,15 @@ def crossings(recording: Recording) -> list[int]:
         live = [
             other for other in nodes[: p + 1] if last[other] > p and other.op != "get_attr" and other not in constants
         ]
-        alone = live == [node] and node in recording.axes and not any(a <= p < b for a, b in tied)
+        alone = live == [node] and _can_cross(node, recording) and not any(a <= p < b for a, b in tied)
         if alone and not is_changed(node, nodes[p + 1 :], modules, recording.values):
             found.append(p)
     return found
+
+
+def _can_cross(node: fx.Node, recording: Recording) -> bool:
+    """Return whether a result is numbers of examples that messages and files hold."""
+    return node in recording.axes and recording.values[node].dtype == torch.float32
 
 
 def _ties(nodes: Sequence[fx.Node], modules: Modules, constants: Collection[fx.Node]) -> list[tuple[int, int]]:
@@ -92,4 +99,6 @@ def _is_passing(node: fx.Node, modules: Modules) -> bool:
     module = module_of(node, modules)
     if module is not None:
         return isinstance(module, (*AVERAGES, *VIEWS))
+    if node.target is getattr:
+        return node.args[1] in FACTS
     return node.op == "get_attr" or name_of(node) in (VIEW_NAMES - MOVES) | AVERAGE_NAMES

@@ -22,6 +22,7 @@ IN_PLACE = {  # and the same operator that changes nothing
     **{operator.ior: operator.or_, operator.ixor: operator.xor},
     **{operator.ilshift: operator.lshift, operator.irshift: operator.rshift},
 }
+CHANGES = "changes"  # the inputs that a node has been seen to change, in its `meta`
 NORMING = {"batch_norm", "instance_norm"}  # functions that change the statistics they are given
 
 
@@ -75,6 +76,16 @@ def keep_numbers(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> Non
             node.target = IN_PLACE[node.target]
 
 
+def copy_views(nodes: Sequence[fx.Node], modules: Mapping[str, nn.Module], values: Mapping[fx.Node, Any]) -> None:
+    """Have `x.view(...)` copy where it has to, since a step may lay out x in another way, unless its result is changed."""
+    for p, node in enumerate(nodes):
+        kinds = [each for each in [*node.args, *node.kwargs.values()] if isinstance(each, torch.dtype)]
+        if node.op != "call_method" or node.target != "view" or kinds:
+            continue
+        if not is_changed(node, nodes[p + 1 :], modules, values):
+            node.target = "reshape"
+
+
 def _changed_by(node: fx.Node, modules: Mapping[str, nn.Module]) -> Iterator[fx.Node]:
     """Yield the inputs that a node changes."""
     changed = [node.kwargs.get("out")]
@@ -82,7 +93,7 @@ def _changed_by(node: fx.Node, modules: Mapping[str, nn.Module]) -> Iterator[fx.
         changed += [node.args[0] if node.args else node.kwargs.get("input")]
     if node.op == "call_function" and name_of(node) in NORMING:
         changed += [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
-    yield from (each for each in changed if isinstance(each, fx.Node))
+    yield from {*(each for each in changed if isinstance(each, fx.Node)), *node.meta.get(CHANGES, ())}
 
 
 def memory_of(value: Any) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from piecework.models.imported.calls import is_changed, is_in_place, module_of, name_of
-from piecework.models.imported.graph import MAKERS
+from piecework.models.imported.contexts import MAKERS
 
 # Functions, operators and methods that draw no random numbers. What others return is computed once, where it is written.
 PURE = {

@@ -5,7 +5,7 @@ torch.fx records calls alone. A module that does so is called as a whole, becaus
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -13,7 +13,17 @@ from torch.autograd import Function
 
 from piecework.models.imported.calls import name_of
 
-GRADLESS = {"size", "getattr", "dim", "detach"}  # what they return has no gradients: lengths, mostly
+GRADLESS = {"size", "dim", "numel", "detach"}  # what they return has no gradients: lengths, mostly
+FACTS = {
+    "shape",
+    "ndim",
+    "device",
+    "dtype",
+    "layout",
+    "requires_grad",
+    "is_cuda",
+    "is_leaf",
+}  # of tensors; `x.T` is none
 
 
 class GradientTracer(fx.Tracer):
@@ -23,11 +33,17 @@ class GradientTracer(fx.Tracer):
         super().__init__()
         self.parameters = {name for name, _ in root.named_parameters()}
         self.learning = set[fx.Node]()  # calls whose results have gradients
+        self.contexts = _contexts()
+        self.refused: TypeError | None = None
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *others: Any, **more: Any) -> fx.Node:
         """Record a call."""
         node = super().create_node(kind, target, args, kwargs, *others, **more)
-        learns = bool(self.learning & {*node.all_input_nodes}) and name_of(node) not in GRADLESS
+        self._require_contexts()
+        if any(each.graph is not self.graph for each in node.all_input_nodes):
+            self.refuse("its forward pass goes on from what it kept of the pass before")
+        gradless = node.args[1] in FACTS if node.target is getattr else name_of(node) in GRADLESS
+        learns = bool(self.learning & {*node.all_input_nodes}) and not gradless
         self.require_gradients(learns and kind != "output")
         if (
             learns
@@ -44,7 +60,22 @@ class GradientTracer(fx.Tracer):
     def require_gradients(self, learns: bool) -> None:
         """Raise TypeError where gradients are off for what would have some."""
         if learns and not torch.is_grad_enabled():
-            raise TypeError("a part of its forward pass is under torch.no_grad, for which it may use detach()")
+            self.refuse("a part of its forward pass is under torch.no_grad, for which it may use detach()")
+
+    def _require_contexts(self) -> None:
+        """Raise TypeError where precision or random numbers are other ones than at the beginning."""
+        if _contexts() != self.contexts:
+            self.refuse("a part of its forward pass is under torch.autocast, or has a seed of its own")
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise TypeError, and keep it: the code that is recorded may catch it."""
+        self.refused = TypeError(reason)
+        raise self.refused
+
+
+def _contexts() -> tuple[bool, torch.dtype, int]:
+    """Return what the calls of a forward pass depend on, but do not say."""
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.initial_seed()
 
 
 @contextmanager

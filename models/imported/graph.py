@@ -5,24 +5,21 @@ the same code, without the compiler (which torchvision imports by itself), and w
 splitter of torch.distributed.pipelining, which is built on it, import the compiler.
 """
 
+import inspect
 import operator
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.overrides import TorchFunctionMode
 
-from piecework.models.imported.calls import IN_PLACE, is_in_place
-from piecework.models.imported.gradients import GradientTracer, refuse_own_backward
+from piecework.models.imported.calls import IN_PLACE
+from piecework.models.imported.contexts import recording
+from piecework.models.imported.gradients import GradientTracer
 
-# Tensors that a forward pass makes are made anew in each pass, like those that torch's layers make.
-MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
 OPENED = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)  # of torch's own classes, and what derives from these
 
 
@@ -30,8 +27,8 @@ class UntraceableError(ValueError):
     """The forward pass of a module cannot be recorded. The message names the module and the reason."""
 
 
-class _UndecidedError(Exception):
-    """The code of a forward pass branches on the value of a node."""
+class _UndecidedError(BaseException):
+    """The code of a forward pass, which may catch exceptions, branches on the value of a node."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(str(node))
@@ -39,7 +36,16 @@ class _UndecidedError(Exception):
 
 
 class _Proxy(fx.Proxy):
-    """A value in a recorded call. `x += y` changes the memory that x has, which fx.Proxy would record as `x = x + y`."""
+    """A value in a recorded call. `x += y` changes the memory that x has, which fx.Proxy would record as `x = x + y`.
+
+    What `x.T` computes is recorded where it stands, and not where it is used first, which may be outside of a torch.no_grad.
+    """
+
+    def __getattr__(self, k: str) -> Any:
+        """Record that an attribute is read, or that a method is called."""
+        if inspect.isgetsetdescriptor(getattr(Tensor, k, None)):
+            return self.tracer.create_proxy("call_function", getattr, (self, k), {})
+        return super().__getattr__(k)
 
 
 def _recorded(change: Callable[..., Any]) -> Callable[[_Proxy, Any], Any]:
@@ -79,6 +85,7 @@ class _Tracer(GradientTracer):
         self.inside: list[str] = []
         self.answers: list[bool | None] = []  # to what the code branches on, in order
         self.asked = 0
+        self.recording = False
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return the value that a node stands for."""
@@ -86,8 +93,11 @@ class _Tracer(GradientTracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is called as a whole."""
-        return module_qualified_name in self.leaves or any(
-            kind.__module__.startswith("torch.nn") and kind not in OPENED for kind in type(m).__mro__
+        hooked = bool(m._backward_hooks or m._backward_pre_hooks)
+        return (
+            hooked
+            or module_qualified_name in self.leaves
+            or any(kind.__module__.startswith("torch.nn") and kind not in OPENED for kind in type(m).__mro__)
         )
 
     def create_args_for_root(
@@ -115,11 +125,13 @@ class _Tracer(GradientTracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Return whether a recorded value is true, which has to be known."""
+        if not self.recording:  # a module kept the value
+            return super().to_bool(obj)
         if self.asked == len(self.answers):
             raise _UndecidedError(obj.node)
         answer, self.asked = self.answers[self.asked], self.asked + 1
         if answer is None:
-            raise TypeError("its forward pass branches on its examples, or on how many there are")
+            self.refuse("its forward pass branches on more than lengths, such as values or the number of examples")
         return answer
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -129,72 +141,6 @@ class _Tracer(GradientTracer):
         found = super().call_module(m, forward, args, kwargs)
         self.inside.pop()
         return found
-
-
-class _RecordMakers(TorchFunctionMode):
-    """Records the calls that make tensors of nothing, which torch.fx would run, and keep what they made."""
-
-    def __init__(self, tracer: fx.Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Record or pass on a call."""
-        kwargs = kwargs or {}
-        if func in MAKERS:
-            return self.tracer.create_proxy("call_function", func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-def _packing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a maker that takes recorded lengths as one tuple: torch refuses them before a mode sees the call."""
-
-    def packed(*size: Any, **kwargs: Any) -> Tensor:
-        recorded = len(size) > 1 and any(isinstance(length, fx.Proxy) for length in size)
-        return make(size, **kwargs) if recorded else make(*size, **kwargs)
-
-    return packed
-
-
-@contextmanager
-def _pack_sizes() -> Iterator[None]:
-    """Have `torch.ones(length, length)` be recorded like `torch.ones((length, length))`."""
-    own = {name: getattr(torch, name) for name in ("ones", "zeros")}
-    try:
-        for name, make in own.items():
-            setattr(torch, name, _packing(make))
-        yield
-    finally:
-        for name, make in own.items():
-            setattr(torch, name, make)
-
-
-@contextmanager
-def _keep_buffers(root: nn.Module) -> Iterator[None]:
-    """Refuse that a forward pass puts a recorded value in the place of a buffer, whose module would keep it.
-
-    What an operator in place assigns, as `self.steps += 1` does, is the buffer that it changed.
-    """
-
-    buffers = dict(root.named_buffers())
-
-    def keep(module: nn.Module, name: str, value: Any) -> Any:
-        if not isinstance(value, fx.Proxy):
-            return None
-        node, buffer = value.node, module._buffers.get(name)
-        while is_in_place(node, {}):
-            node = node.all_input_nodes[0]
-        if buffer is not None and node.op == "get_attr" and buffers.get(str(node.target)) is buffer:
-            return buffer
-        raise TypeError(f"its forward pass assigns {name!r} anew; change the buffer in place (copy_, mul_)")
-
-    handle = register_module_buffer_registration_hook(keep)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def record_calls(root: nn.Module, decide: Callable[[fx.Node], bool | None]) -> fx.Graph:
@@ -219,23 +165,33 @@ def record_calls(root: nn.Module, decide: Callable[[fx.Node], bool | None]) -> f
                 f"{type(root).__name__}: its forward pass draws random numbers outside torch's layers"
             )
         pairs = zip(trained.nodes, evaluated.nodes, strict=False)
-        unlike = next((one for one, other in pairs if one.format_node() != other.format_node()), None)
+        unlike = next((one for one, other in pairs if _call_of(one) != _call_of(other)), None)
         if unlike is None and len(trained.nodes) == len(evaluated.nodes):
             return evaluated
         stack = list(unlike.meta.get("nn_module_stack", {})) if unlike is not None else []
         leaves.add(_inner(root, stack[-1:], leaves, "its forward pass asks for self.training"))
 
 
+def _call_of(node: fx.Node) -> tuple[str, ...]:
+    """Return what a node calls, in words: users of its result may differ."""
+    return node.op, str(node.target), str(node.args), str(node.kwargs)
+
+
 def _trace(tracer: _Tracer, root: nn.Module, decide: Callable[[fx.Node], bool | None]) -> fx.Graph:
     """Return the recorded calls, once it is known what all branches are for."""
     tracer.answers = []
     while True:
-        tracer.inside, tracer.asked = [], 0
+        tracer.inside, tracer.asked, tracer.refused, tracer.recording = [], 0, None, True
         try:
-            with _RecordMakers(tracer), _keep_buffers(root), _pack_sizes(), refuse_own_backward(), torch.enable_grad():
-                return tracer.trace(root)
+            with recording(tracer, root):
+                graph = tracer.trace(root)
+            if tracer.refused:
+                raise tracer.refused
+            return graph
         except _UndecidedError as error:
             branch = error.node
+        finally:
+            tracer.recording = False
         tracer.answers.append(decide(branch))
 
 

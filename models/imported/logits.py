@@ -9,6 +9,8 @@ from piecework.device_profiles.dispatch import without_data
 from piecework.models.imported.module import Source, place_of
 
 EXAMPLES = 2
+# Numbers of examples: primes, so that what depends on how many there are differs between them.
+NUMBERS = EXAMPLES, 3, 67
 
 
 def zeros_like_examples(source: Source, vocabulary: int, examples: int = EXAMPLES) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from piecework.models.imported.branches import Values, decide
-from piecework.models.imported.calls import keep_numbers
+from piecework.models.imported.calls import copy_views, keep_numbers
 from piecework.models.imported.constants import find_constants, is_length
 from piecework.models.imported.graph import record_calls
-from piecework.models.imported.logits import EXAMPLES, logits_of
+from piecework.models.imported.logits import NUMBERS, logits_of
 from piecework.models.imported.module import Source
 
 
@@ -34,20 +34,28 @@ class Recording:
 def record(root: nn.Module, source: Source, vocabulary: int) -> Recording:
     """Return the recorded forward pass of a module. Raises UntraceableError if it cannot be recorded.
 
-    It runs on two numbers of examples: what differs depends on how many there are.
+    It runs on several numbers of examples, in training and in evaluation: what differs does not hold for all of them.
     """
     graph = record_calls(root, partial(decide, root, source, vocabulary))
     modules = dict(root.named_modules())
     nodes = [node for node in graph.nodes if node.op != "output"]
-    values, others = (_run(root, graph, source, vocabulary, number) for number in (EXAMPLES, EXAMPLES + 1))
+    runs = [
+        _run(root.train(training), graph, source, vocabulary, number)
+        for training in (True, False)
+        for number in NUMBERS
+    ]
+    values, numbers = runs[len(NUMBERS)], (*NUMBERS, *NUMBERS)
     keep_numbers(nodes, values)
-    axes = {node: axis for node in nodes if (axis := _axis_of(values[node], others[node])) is not None}
-    read = {node: (values[node], others[node]) for node in nodes if is_length(node)}
-    lengths: dict[fx.Node, int | None] = {
-        node: n for node, (n, other) in read.items() if isinstance(n, int) and n == other
-    }
-    lengths |= {node: None for node, found in read.items() if found == (EXAMPLES, EXAMPLES + 1)}
+    found = {node: [run[node] for run in runs] for node in nodes}
+    axes = {node: axis for node in nodes if (axis := _axis_of(found[node], numbers)) is not None}
+    lengths: dict[fx.Node, int | None] = {}
+    for node in filter(is_length, nodes):
+        if tuple(found[node]) == numbers:
+            lengths[node] = None
+        elif isinstance(values[node], int) and len({*found[node]}) == 1:
+            lengths[node] = values[node]
     constants = find_constants(nodes, modules, values, lengths)
+    copy_views(nodes, modules, values)
     return Recording(nodes, modules, values, axes, lengths, constants)
 
 
@@ -58,11 +66,10 @@ def _run(root: nn.Module, graph: fx.Graph, source: Source, vocabulary: int, exam
     return values.env
 
 
-def _axis_of(value: Any, other: Any) -> int | None:
+def _axis_of(found: Sequence[Any], numbers: Sequence[int]) -> int | None:
     """Return the axis along which a tensor has one entry for each example, or None if there is none."""
-    if not (isinstance(value, Tensor) and isinstance(other, Tensor) and value.dim() == other.dim()):
+    if not all(isinstance(each, Tensor) and each.dim() == found[0].dim() for each in found):
         return None
-    unlike = [axis for axis in range(value.dim()) if value.shape[axis] != other.shape[axis]]
-    if len(unlike) != 1 or (value.shape[unlike[0]], other.shape[unlike[0]]) != (EXAMPLES, EXAMPLES + 1):
-        return None
-    return unlike[0]
+    lengths = [*zip(*(each.shape for each in found), strict=True)]
+    unlike = [axis for axis, along in enumerate(lengths) if len({*along}) > 1]
+    return unlike[0] if len(unlike) == 1 and lengths[unlike[0]] == tuple(numbers) else None

@@ -95,7 +95,10 @@ def test_lengths_and_numbers_of_axes_decide(branch: str) -> None:
 def test_the_number_of_examples_does_not_decide(branch: str) -> None:
     found = cut(Source(f"{__file__}:make_{branch}", 10, DIGIT, "running"))
     assert found.names == ("branching",)
-    assert found.reason == "Branching: its forward pass branches on its examples, or on how many there are"
+    assert (
+        found.reason
+        == "Branching: its forward pass branches on more than lengths, such as values or the number of examples"
+    )
 
 
 def test_values_do_not_decide() -> None:

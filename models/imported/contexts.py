@@ -1,0 +1,131 @@
+"""What holds while a forward pass is recorded: makers of tensors are recorded too, and the module stays as it was."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from piecework.models.imported.calls import is_in_place
+from piecework.models.imported.gradients import refuse_own_backward
+
+# Tensors that a forward pass makes are made anew in each pass, like those that torch's layers make.
+MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
+
+
+@contextmanager
+def recording(tracer: fx.Tracer, root: nn.Module) -> Iterator[None]:
+    """Record what is called, and leave torch and the module as they were."""
+    with (
+        _RecordMakers(tracer),
+        _keep_buffers(root),
+        _pack_sizes(),
+        refuse_own_backward(),
+        _keep_attributes(root),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+class _RecordMakers(TorchFunctionMode):
+    """Records the calls that make tensors of nothing, which torch.fx would run, and keep what they made."""
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record or pass on a call."""
+        kwargs = kwargs or {}
+        if func in MAKERS:
+            return self.tracer.create_proxy("call_function", func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _packing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a maker that takes recorded lengths as one tuple: torch refuses them before a mode sees the call."""
+
+    def packed(*size: Any, **kwargs: Any) -> Tensor:
+        recorded = len(size) > 1 and any(isinstance(length, fx.Proxy) for length in size)
+        return make(size, **kwargs) if recorded else make(*size, **kwargs)
+
+    return packed
+
+
+@contextmanager
+def _pack_sizes() -> Iterator[None]:
+    """Have `torch.ones(length, length)` be recorded like `torch.ones((length, length))`."""
+    own = {name: getattr(torch, name) for name in ("ones", "zeros")}
+    try:
+        for name, make in own.items():
+            setattr(torch, name, _packing(make))
+        yield
+    finally:
+        for name, make in own.items():
+            setattr(torch, name, make)
+
+
+@contextmanager
+def _keep_buffers(root: nn.Module) -> Iterator[None]:
+    """Refuse that a forward pass puts a recorded value in the place of a buffer, whose module would keep it.
+
+    What an operator in place assigns, as `self.steps += 1` does, is the buffer that it changed.
+    """
+
+    buffers = dict(root.named_buffers())
+
+    def keep(module: nn.Module, name: str, value: Any) -> Any:
+        if not isinstance(value, fx.Proxy):
+            return None
+        node, buffer = value.node, module._buffers.get(name)
+        while is_in_place(node, {}):
+            node = node.all_input_nodes[0]
+        if buffer is not None and node.op == "get_attr" and buffers.get(str(node.target)) is buffer:
+            return buffer
+        raise TypeError(f"its forward pass assigns {name!r} anew; change the buffer in place (copy_, mul_)")
+
+    handle = register_module_buffer_registration_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _keep_attributes(root: nn.Module) -> Iterator[None]:
+    """Restore what a forward pass assigns to attributes of modules. Raises TypeError for one, which names it.
+
+    Recorded values are left: a later pass that goes on from them is refused.
+    """
+    with restored(root, lambda value: not any(isinstance(each, fx.Proxy) for each in tree_leaves(value))) as changed:
+        yield
+    if changed:
+        raise TypeError(f"its forward pass changes {changed[0]!r}, which no file has")
+
+
+@contextmanager
+def restored(root: nn.Module, chosen: Callable[[Any], bool] = lambda _: True) -> Iterator[list[str]]:
+    """Give attributes of modules the values back that they had, if those that they have now are `chosen`.
+
+    The list that is yielded has their names in the end.
+    """
+    before = {module: dict(vars(module)) for module in root.modules()}
+    changed = list[str]()
+    try:
+        yield changed
+    finally:
+        for module, own in before.items():
+            attributes = vars(module)
+            unlike = [name for name, value in attributes.items() if name not in own or own[name] is not value]
+            for name in filter(lambda name: chosen(attributes[name]), unlike):
+                changed.append(name)
+                if name in own:
+                    attributes[name] = own[name]
+                else:
+                    del attributes[name]
