@@ -23,39 +23,61 @@ class Values(fx.Interpreter):
         n.meta[CHANGES] = n.meta.get(CHANGES, set()) | changed
         return found
 
-    def run_all(self, x: Tensor) -> Any:
-        """Return the result of the last call. `run` would make a progress bar, whose lock a killed worker leaves."""
-        self.args_iter = iter([x])
+    def run_until(self, last: fx.Node) -> Any:
+        """Return the result of a call, for which those before it are run that have not been.
+
+        `run` would make a progress bar, whose lock a killed worker leaves.
+        """
         for node in self.graph.nodes:
-            self.env[node] = self.run_node(node)
-        return self.env[node]
+            if node not in self.env:
+                self.env[node] = self.run_node(node)
+            if node is last:
+                break
+        return self.env[last]
+
+    def run_all(self, x: Tensor) -> Any:
+        """Return the result of the last call for examples x."""
+        self.args_iter = iter([x])
+        return self.run_until(next(reversed(self.graph.nodes)))
 
 
-def decide(root: nn.Module, source: Source, vocabulary: int, asked: fx.Node) -> bool | None:
-    """Return whether a recorded value is true, or None if that depends on examples, or on their number."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in asked.graph.nodes:  # all until then, for one may have changed what another returned
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[asked])
-    module = fx.GraphModule(root, graph)
-    runs = [Values(module) for _ in NUMBERS]
-    try:
-        with torch.no_grad(), without_data():
-            for run, number in zip(runs, NUMBERS, strict=True):
-                run.run_all(zeros_like_examples(source, vocabulary, number))
-    except Exception:  # what the module cannot compute is said where it is evaluated
-        return None
-    pending = [copies[asked]]
-    while pending:
-        node = pending.pop()
-        first, *others = (run.env[node] for run in runs)
-        if isinstance(first, Tensor):
-            continue
-        if not _is_of_shape(node) or any(type(each) is not type(first) or each != first for each in others):
+class Branches:
+    """Decides what the code of a forward pass branches on, while it is recorded.
+
+    What was recorded so far is run on several numbers of examples, each call once.
+    """
+
+    def __init__(self, root: nn.Module, source: Source, vocabulary: int) -> None:
+        self.root, self.source, self.vocabulary = root, source, vocabulary
+        self.graph: fx.Graph | None = None
+        self.runs: list[Values] = []
+
+    def __call__(self, asked: fx.Node) -> bool | None:
+        """Return whether a recorded value is true, or None if that does not depend on lengths alone."""
+        if self.graph is not asked.graph:
+            self.graph, self.runs = asked.graph, [Values(self.root, graph=asked.graph) for _ in NUMBERS]
+            for run, number in zip(self.runs, NUMBERS, strict=True):
+                run.args_iter = iter([zeros_like_examples(self.source, self.vocabulary, number)])
+        try:
+            with torch.no_grad(), without_data():
+                found = [run.run_until(asked) for run in self.runs]
+        except Exception:  # what the module cannot compute is said where it is evaluated
             return None
-        pending += [] if is_length(node) else node.all_input_nodes
-    answer = runs[0].env[copies[asked]]
-    return None if isinstance(answer, Tensor) else bool(answer)
+        alike = self._depends_on_lengths(asked) and not isinstance(found[0], Tensor)
+        return bool(found[0]) if alike else None
+
+    def _depends_on_lengths(self, asked: fx.Node) -> bool:
+        """Return whether a value is computed of lengths and numbers of axes that are the same in all runs."""
+        pending = [asked]
+        while pending:
+            node = pending.pop()
+            first, *others = (run.env[node] for run in self.runs)
+            if isinstance(first, Tensor):
+                continue
+            if not _is_of_shape(node) or any(type(each) is not type(first) or each != first for each in others):
+                return False
+            pending += [] if is_length(node) else node.all_input_nodes
+        return True
 
 
 def _is_of_shape(node: fx.Node) -> bool:

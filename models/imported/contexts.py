@@ -11,14 +11,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from piecework.models.imported.calls import is_in_place
-from piecework.models.imported.gradients import refuse_own_backward
+from piecework.models.imported.gradients import GradientTracer, refuse_own_backward
 
 # Tensors that a forward pass makes are made anew in each pass, like those that torch's layers make.
 MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
 
 
 @contextmanager
-def recording(tracer: fx.Tracer, root: nn.Module) -> Iterator[None]:
+def recording(tracer: GradientTracer, root: nn.Module) -> Iterator[None]:
     """Record what is called, and leave torch and the module as they were."""
     with (
         _RecordMakers(tracer),
@@ -34,7 +34,7 @@ def recording(tracer: fx.Tracer, root: nn.Module) -> Iterator[None]:
 class _RecordMakers(TorchFunctionMode):
     """Records the calls that make tensors of nothing, which torch.fx would run, and keep what they made."""
 
-    def __init__(self, tracer: fx.Tracer) -> None:
+    def __init__(self, tracer: GradientTracer) -> None:
         super().__init__()
         self.tracer = tracer
 
@@ -43,7 +43,7 @@ class _RecordMakers(TorchFunctionMode):
     ) -> Any:
         """Record or pass on a call."""
         kwargs = kwargs or {}
-        if func in MAKERS:
+        if func in MAKERS and self.tracer.recording:
             return self.tracer.create_proxy("call_function", func, args, kwargs)
         return func(*args, **kwargs)
 

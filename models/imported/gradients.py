@@ -35,6 +35,7 @@ class GradientTracer(fx.Tracer):
         self.learning = set[fx.Node]()  # calls whose results have gradients
         self.contexts = _contexts()
         self.refused: TypeError | None = None
+        self.recording = False
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *others: Any, **more: Any) -> fx.Node:
         """Record a call."""

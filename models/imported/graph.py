@@ -27,14 +27,6 @@ class UntraceableError(ValueError):
     """The forward pass of a module cannot be recorded. The message names the module and the reason."""
 
 
-class _UndecidedError(BaseException):
-    """The code of a forward pass, which may catch exceptions, branches on the value of a node."""
-
-    def __init__(self, node: fx.Node) -> None:
-        super().__init__(str(node))
-        self.node = node
-
-
 class _Proxy(fx.Proxy):
     """A value in a recorded call. `x += y` changes the memory that x has, which fx.Proxy would record as `x = x + y`.
 
@@ -77,15 +69,15 @@ class _BufferProxy(_Proxy):
 
 
 class _Tracer(GradientTracer):
-    """Records calls of torch's own layers and of the modules in `leaves`, and enters all others. `inside` are those entered."""
+    """Records calls of torch's own layers and of the modules in `leaves`, and enters all others. `inside` are those entered.
 
-    def __init__(self, root: nn.Module, leaves: set[str]) -> None:
+    It does not record meanwhile what `decide` runs.
+    """
+
+    def __init__(self, root: nn.Module, leaves: set[str], decide: Callable[[fx.Node], bool | None]) -> None:
         super().__init__(root)
-        self.leaves = leaves
+        self.leaves, self.decide = leaves, decide
         self.inside: list[str] = []
-        self.answers: list[bool | None] = []  # to what the code branches on, in order
-        self.asked = 0
-        self.recording = False
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return the value that a node stands for."""
@@ -112,6 +104,8 @@ class _Tracer(GradientTracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Record that a buffer is read: what is computed of it at once would be computed of a tensor without values."""
+        if not self.recording:
+            return attr_val
         if not isinstance(attr_val, Tensor) or isinstance(attr_val, nn.Parameter):
             return super().getattr(attr, attr_val, parameter_proxy_cache)
         name = next((name for name, buffer in self.root.named_buffers() if buffer is attr_val), None)
@@ -127,15 +121,19 @@ class _Tracer(GradientTracer):
         """Return whether a recorded value is true, which has to be known."""
         if not self.recording:  # a module kept the value
             return super().to_bool(obj)
-        if self.asked == len(self.answers):
-            raise _UndecidedError(obj.node)
-        answer, self.asked = self.answers[self.asked], self.asked + 1
+        self.recording = False
+        try:
+            answer = self.decide(obj.node)
+        finally:
+            self.recording = True
         if answer is None:
             self.refuse("its forward pass branches on more than lengths, such as values or the number of examples")
         return answer
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record or enter a module; where recording fails, `inside` keeps the path to it."""
+        if not self.recording:
+            return forward(*args, **kwargs)
         self.require_gradients(next(m.parameters(), None) is not None)
         self.inside.append(self.path_of_module(m))
         found = super().call_module(m, forward, args, kwargs)
@@ -152,10 +150,10 @@ def record_calls(root: nn.Module, decide: Callable[[fx.Node], bool | None]) -> f
     """
     leaves: set[str] = set()
     while True:
-        tracer, before = _Tracer(root, leaves), _random_states()
+        tracer, before = _Tracer(root, leaves, decide), _random_states()
         try:
-            trained = _trace(tracer, root.train(True), decide)
-            evaluated = _trace(tracer, root.train(False), decide)
+            trained = _trace(tracer, root.train(True))
+            evaluated = _trace(tracer, root.train(False))
         except Exception as error:  # whatever the user's code raises on a tensor without values
             reason = str(error).partition("\n")[0] or type(error).__name__
             leaves.add(_inner(root, tracer.inside[-1:], leaves, reason))
@@ -177,22 +175,17 @@ def _call_of(node: fx.Node) -> tuple[str, ...]:
     return node.op, str(node.target), str(node.args), str(node.kwargs)
 
 
-def _trace(tracer: _Tracer, root: nn.Module, decide: Callable[[fx.Node], bool | None]) -> fx.Graph:
-    """Return the recorded calls, once it is known what all branches are for."""
-    tracer.answers = []
-    while True:
-        tracer.inside, tracer.asked, tracer.refused, tracer.recording = [], 0, None, True
-        try:
-            with recording(tracer, root):
-                graph = tracer.trace(root)
-            if tracer.refused:
-                raise tracer.refused
-            return graph
-        except _UndecidedError as error:
-            branch = error.node
-        finally:
-            tracer.recording = False
-        tracer.answers.append(decide(branch))
+def _trace(tracer: _Tracer, root: nn.Module) -> fx.Graph:
+    """Return the recorded calls. Raises what the code that was recorded has caught, too."""
+    tracer.inside, tracer.refused, tracer.recording = [], None, True
+    try:
+        with recording(tracer, root):
+            graph = tracer.trace(root)
+    finally:
+        tracer.recording = False
+    if tracer.refused:
+        raise tracer.refused
+    return graph
 
 
 class Recorded(nn.Module):

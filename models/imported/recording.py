@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from piecework.models.imported.branches import Values, decide
+from piecework.models.imported.branches import Branches, Values
 from piecework.models.imported.calls import copy_views, keep_numbers
 from piecework.models.imported.constants import find_constants, is_length
 from piecework.models.imported.graph import record_calls
@@ -36,7 +35,7 @@ def record(root: nn.Module, source: Source, vocabulary: int) -> Recording:
 
     It runs on several numbers of examples, in training and in evaluation: what differs does not hold for all of them.
     """
-    graph = record_calls(root, partial(decide, root, source, vocabulary))
+    graph = record_calls(root, Branches(root, source, vocabulary))
     modules = dict(root.named_modules())
     nodes = [node for node in graph.nodes if node.op != "output"]
     runs = [
