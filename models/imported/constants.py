@@ -71,14 +71,16 @@ def _is_pure(node: fx.Node, constants: Set[fx.Node]) -> bool:
 def is_length(node: fx.Node) -> bool:
     """Return whether a node returns the length of an axis of a tensor."""
     if node.op == "call_method":
-        return node.target == "size" and len(node.args) == 2
+        return node.target == "size" and len(node.args) + len(node.kwargs) == 2
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_shape(node.args[0])
 
 
 def _is_shape(node: fx.Node) -> bool:
-    """Return whether a node returns the lengths of all axes of a tensor."""
+    """Return whether a node returns the lengths of all axes of a tensor, or a slice of these."""
     if node.op == "call_method":
-        return node.target == "size" and len(node.args) == 1
+        return node.target == "size" and len(node.args) + len(node.kwargs) == 1
+    if node.target is operator.getitem and isinstance(node.args[1], slice):
+        return isinstance(node.args[0], fx.Node) and _is_shape(node.args[0])
     return node.target is getattr and node.args[1:] == ("shape",)
 
 

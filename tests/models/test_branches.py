@@ -23,6 +23,14 @@ def longest(module: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
+def sliced(module: nn.Module, x: Tensor) -> Tensor:
+    """Reads lengths of a slice of the shape, and by the name of an argument."""
+    _, channels = x.shape[:2]
+    height, width = x.shape[-2:]
+    assert channels == 1
+    return x.reshape(-1, 1, height, width) if width == x.size(dim=2) else x * 0
+
+
 def raising(module: nn.Module, x: Tensor) -> Tensor:
     """Raises an error for the wrong number of axes, and is for images of one channel or more."""
     if x.dim() != 4:
@@ -72,11 +80,11 @@ def maker(branch: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[int, Any],
     return lambda num_classes, input_shape: Branching(num_classes, branch)
 
 
-make_longest, make_raising, make_changed = map(maker, (longest, raising, changed))
+make_longest, make_raising, make_changed, make_sliced = map(maker, (longest, raising, changed, sliced))
 make_few, make_counted, make_bright = map(maker, (few, counted, bright))
 
 
-@pytest.mark.parametrize("branch", ["longest", "raising", "changed"])
+@pytest.mark.parametrize("branch", ["longest", "raising", "changed", "sliced"])
 def test_lengths_and_numbers_of_axes_decide(branch: str) -> None:
     """The cut has all layers, and computes what the module computes."""
     name = f"{__file__}:make_{branch}"
