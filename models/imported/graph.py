@@ -162,12 +162,34 @@ def record_calls(root: nn.Module, decide: Callable[[fx.Node], bool | None]) -> f
             raise UntraceableError(
                 f"{type(root).__name__}: its forward pass draws random numbers outside torch's layers"
             )
-        pairs = zip(trained.nodes, evaluated.nodes, strict=False)
-        unlike = next((one for one, other in pairs if _call_of(one) != _call_of(other)), None)
-        if unlike is None and len(trained.nodes) == len(evaluated.nodes):
+        calls = len(trained.nodes), len(evaluated.nodes)
+        pairs = [*zip(trained.nodes, evaluated.nodes, strict=False)]
+        unlike = next((one for one, other in pairs if not _is_alike(one, other)), None)
+        if unlike is None and calls[0] == calls[1]:
             return evaluated
         stack = list(unlike.meta.get("nn_module_stack", {})) if unlike is not None else []
         leaves.add(_inner(root, stack[-1:], leaves, "its forward pass asks for self.training"))
+
+
+def _is_alike(trained: fx.Node, evaluated: fx.Node) -> bool:
+    """Return whether a pass calls the same in training and in evaluation.
+
+    Where one is given True and the other False, the latter reads `training` of the part that it belongs to from now on.
+    """
+    asks = [n for n, each in enumerate(evaluated.args) if each is False and trained.args[n : n + 1] == (True,)]
+    named = [key for key, each in evaluated.kwargs.items() if each is False and trained.kwargs.get(key) is True]
+    before, own = evaluated.args, evaluated.kwargs
+    evaluated.args = tuple(True if n in asks else each for n, each in enumerate(before))
+    evaluated.kwargs = {key: True if key in named else each for key, each in own.items()}
+    if _call_of(trained) != _call_of(evaluated):
+        evaluated.args, evaluated.kwargs = before, own
+        return False
+    if asks or named:
+        with evaluated.graph.inserting_before(evaluated):
+            training = evaluated.graph.get_attr("training")
+        evaluated.args = tuple(training if n in asks else each for n, each in enumerate(before))
+        evaluated.kwargs = {key: training if key in named else each for key, each in own.items()}
+    return True
 
 
 def _call_of(node: fx.Node) -> tuple[str, ...]:

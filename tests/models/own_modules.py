@@ -106,7 +106,8 @@ class Asking(nn.Module):
         self.one, self.two = nn.Linear(64, 16), nn.Linear(16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.two(F.dropout(self.one(x.flatten(1)).relu(), 0.5, training=self.training))
+        x = self.one(x.flatten(1)).relu()
+        return self.two(x * 2 if self.training else x)
 
 
 def net(num_classes: int, input_shape: Any) -> nn.Module:
