@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weights_are_unset
 from piecework.models.channels import channel_axes
+from piecework.models.imported.agreement import require_same_operators
 from piecework.models.imported.boundaries import choose, is_weighted
 from piecework.models.imported.constants import find_needed, is_device
 from piecework.models.imported.contexts import restored
@@ -81,22 +82,22 @@ def _whole_cut(source: Source) -> CutModule:
 
 def _recorded_cut(root: nn.Module, source: Source) -> CutModule:
     vocabulary = _vocabulary(root, source)
-    reason, positions = "", list[int]()
+    parts, names, shapes, reason = list[nn.Module](), list[str](), list[Shape](), ""
     try:
         recording = record(root, source, vocabulary)
-        positions = _join_classifier(root, recording, choose(recording))
-        if not positions:
+        if positions := _join_classifier(root, recording, choose(recording)):
+            ends = [*positions, len(recording.nodes) - 1]
+            parts = [_part(root, recording, a + 1, b + 1) for a, b in zip([-1, *ends[:-1]], ends, strict=True)]
+            names, shapes = _names(recording, positions), [_shape(recording, recording.nodes[p]) for p in positions]
+            require_same_operators(root, parts, source, vocabulary)
+        else:
             reason = f"{type(root).__name__}: no point is crossed by one tensor alone"
     except UntraceableError as error:
         reason = str(error)
     if reason:
         require_stateless(root, source, vocabulary)
-        parts: list[nn.Module] = [root, Same(source.num_classes)]
-        names, shapes = [type(root).__name__.lower()], list[Shape]([(source.num_classes,)])
-    else:
-        ends = [*positions, len(recording.nodes) - 1]
-        parts = [_part(root, recording, a + 1, b + 1) for a, b in zip([-1, *ends[:-1]], ends, strict=True)]
-        names, shapes = _names(recording, positions), [_shape(recording, recording.nodes[p]) for p in positions]
+        parts = [root, Same(source.num_classes)]
+        names, shapes = [type(root).__name__.lower()], [(source.num_classes,)]
     require_logits_in_training(root, source, vocabulary)
     return CutModule(tuple(parts), tuple(names), tuple(shapes), _digest(root, parts, source), vocabulary, reason)
 

@@ -195,6 +195,30 @@ class Totals(Rows):
         return self.out(x.mean(1))
 
 
+class Asking(Rows):
+    """Asks whether it has a tensor, which recorded values are not."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * 2 if isinstance(x, Tensor) else x
+
+
+class Graded(Rows):
+    """Asks whether it is evaluated by the usual means."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x if torch.is_grad_enabled() else x * 2
+
+
+class Sliced(Rows):
+    """Has the length of a slice, which is the number of examples in most batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, length = self.embed(x.squeeze(1)), x[:100].size(0)
+        for layer in self.layers:
+            x = layer(x).relu() * length
+        return self.out(x.mean(1))
+
+
 class Spectral(Rows):
     """Has complex numbers between its layers."""
 
@@ -248,6 +272,7 @@ KINDS: dict[type[nn.Module], tuple[str, ...]] = {
         Coded: ("embed", "codes"),
         Viewed: ("one", "two"),
     },
+    **{Asking: ("asking",), Graded: ("graded",), Sliced: ("sliced",)},
 }
 globals().update({f"make_{kind.__name__.lower()}": maker(kind) for kind in KINDS})
 
@@ -297,3 +322,16 @@ def test_maps_that_lie_channels_last_are_flattened_by_view(tmp_path: Any) -> Non
     trained = clients_of(run_local(tmp_path, **TRIO | settings))
     assert all(client["status"] == "ok" for client in trained)
     assert all(0 < client["measured_peak"] <= client["predicted_peak"] <= client["budget"] for client in trained)
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        (Asking, "its forward pass calls mul((1024, 8, 16), 2) in training but not while it is recorded"),
+        (Graded, "its forward pass calls mul((1024, 8, 16), 2) in evaluation but not while it is recorded"),
+        (Sliced, "its forward pass calls mul((1024, 8, 16), 100) in training but not while it is recorded"),
+    ],
+)
+def test_a_cut_that_runs_other_operators_names_one(kind: type[nn.Module], reason: str) -> None:
+    found = cut(Source(name_of(kind), 10, DIGIT, "running"))
+    assert found.reason.startswith(f"{kind.__name__}: {reason}, as code does that asks isinstance(x, torch.Tensor)")
