@@ -5,6 +5,7 @@ import traceback
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from piecework.device_profiles.plugins import refuse_exit
 from piecework.models.cascade import Shape, norm_layer
+from piecework.models.imported.building import build, needs_values
 from piecework.models.imported.calls import memory_of
 from piecework.models.imported.source import find_make
 from piecework.models.layers import norm_layer_1d
@@ -35,13 +37,13 @@ class Source:
 
 
 def make(source: Source) -> nn.Module:
-    """Return the module, with the norms of the source. Raises ValueError if its function fails."""
+    """Return the module, with the norms of the source. All its buffers are persistent. Raises ValueError if its function fails."""
     function = find_make(source.name)
     try:
         with refuse_exit():
-            root = function(source.num_classes, source.input_shape)
+            root = build(partial(function, source.num_classes, source.input_shape))
     except Exception as error:  # whatever the user's code raises
-        if isinstance(error, NotImplementedError) or "meta" in str(error):
+        if needs_values(error):
             raise ValueError(
                 f"model = {source.name!r} asks for values while it is built, which torch.device('meta') does not have: {error}"
             ) from error
@@ -55,6 +57,8 @@ def make(source: Source) -> nn.Module:
             f"model = {source.name!r} returned a {type(root).__name__}: expected an nn.Module; a function that returns a "
             "Blueprint takes width and batch_norm too"
         )
+    for module in root.modules():
+        module._non_persistent_buffers_set.clear()  # a device has no more of a module than its state dict
     if source.batch_norm not in ("running", "local"):
         _follow_setting(root, source)
     return root
@@ -124,10 +128,10 @@ def require_state(root: nn.Module, source: Source) -> None:
         }
         where = f"model = {source.name!r}: {path or type(root).__name__}"
         loose = [name for name, values in held.items() if any(isinstance(each, Tensor) for each in values)]
-        if loose := [*module._non_persistent_buffers_set, *loose]:
+        if loose:
             raise ValueError(
                 f"{where} keeps {loose[0]!r} outside its state dict, so a device that gets only a part of the model would not "
-                "have it: register it as a persistent buffer"
+                "have it: register it as a buffer"
             )
         if unseen := [name for name, values in held.items() if any(isinstance(each, nn.Module) for each in values)]:
             raise ValueError(

@@ -41,6 +41,8 @@ def fill_module(module: nn.Module, path: Path) -> nn.Module:
     except (OSError, SafetensorError) as error:
         raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     own = module.state_dict(keep_vars=True)
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}  # the file has non-persistent ones too
+    trained = {name: array for name, array in trained.items() if name in own or name not in buffers}
     shared = {name: next(n for n, each in own.items() if each is array) for name, array in own.items()}
     trained |= {name: trained[one] for name, one in shared.items() if name not in trained and one in trained}
     _require_same(

@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
 
 class Causal(nn.Module):
-    """Three layers with the same mask and turns. Its buffers are longer than its input."""
+    """Three layers with the same mask and turns, which its files leave out. Its buffers are longer than its input."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Causal(nn.Module):
         self.out = nn.Linear(WIDTH, classes)
         self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
         angles = torch.arange(LENGTH)[:, None] / torch.arange(1, WIDTH + 1)
-        self.register_buffer("turns", angles.cos())
+        self.register_buffer("turns", angles.cos(), persistent=False)
 
     def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The mask and the turns of all layers."""

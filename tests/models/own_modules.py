@@ -92,7 +92,7 @@ class Loose(nn.Module):
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.fc = nn.Linear(64, classes)
-        self.register_buffer("scale", torch.ones(64), persistent=False)
+        self.scale = torch.ones(64)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x.flatten(1) * self.scale)

@@ -1,0 +1,67 @@
+"""How a module is built without values, though its code may ask for some, as for the rates of stochastic depth."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from piecework.device_profiles.dispatch import makes_no_data
+
+# They make ranges and short lists, which code reads back (`.item()`, `.tolist()`) to choose sizes and rates.
+SERIES = (torch.arange, torch.as_tensor, torch.linspace, torch.logspace, torch.tensor)
+
+
+def build(function: Callable[[], Any]) -> Any:
+    """Return what a function makes. Where it needs values that tensors on `meta` do not have, series have values.
+
+    Raises what the function raises; if it fails with values too, what it raised without.
+    """
+    try:
+        return function()
+    except Exception as error:  # whatever the user's code raises
+        if not (makes_no_data() and needs_values(error)):
+            raise
+        first = error
+    try:
+        with _SeriesWithValues():
+            made = function()
+    except Exception:
+        raise first from None
+    if isinstance(made, nn.Module):
+        _drop_values(made)
+    return made
+
+
+def needs_values(error: Exception) -> bool:
+    """Return whether an error says that a tensor on `meta` has no values."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error)
+
+
+class _SeriesWithValues(TorchFunctionMode):
+    """Makes series on the CPU, where no device is named."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a call."""
+        kwargs = kwargs or {}
+        if func in SERIES and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def _drop_values(root: nn.Module) -> None:
+    """Put arrays without values in the place of those that have some. What layers share, they share afterwards."""
+    dropped: dict[int, Tensor] = {}
+    for layer in root.modules():
+        for held in (layer._parameters, layer._buffers):
+            for name, array in held.items():
+                if array is None or array.is_meta:
+                    continue
+                if id(array) not in dropped:
+                    empty = array.detach().to("meta")
+                    learned = isinstance(array, nn.Parameter)
+                    dropped[id(array)] = nn.Parameter(empty, array.requires_grad) if learned else empty
+                held[name] = dropped[id(array)]
