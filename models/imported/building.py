@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from piecework.device_profiles.dispatch import makes_no_data
@@ -54,7 +54,7 @@ class _SeriesWithValues(TorchFunctionMode):
 
 def _drop_values(root: nn.Module) -> None:
     """Put arrays without values in the place of those that have some. What layers share, they share afterwards."""
-    dropped: dict[int, Tensor] = {}
+    dropped: dict[int, Any] = {}
     for layer in root.modules():
         for held in (layer._parameters, layer._buffers):
             for name, array in held.items():

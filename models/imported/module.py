@@ -37,7 +37,7 @@ class Source:
 
 
 def make(source: Source) -> nn.Module:
-    """Return the module, with the norms of the source. All its buffers are persistent. Raises ValueError if its function fails."""
+    """Return the module, with the norms of the source and only persistent buffers. Raises ValueError if its function fails."""
     function = find_make(source.name)
     try:
         with refuse_exit():

@@ -82,6 +82,6 @@ def test_arrays_that_were_made_of_series_have_no_values_and_stay_one() -> None:
 
 
 def test_other_values_are_refused() -> None:
-    with pytest.raises(ValueError, match="test_building.py:drawn' asks for values while it is built"):
+    with pytest.raises(ValueError, match=r"test_building\.py:drawn' asks for values while it is built"):
         cut(source_of(drawn))
     assert isinstance(make(source_of(drawn)), nn.Module)
