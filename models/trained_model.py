@@ -21,6 +21,7 @@ from piecework.device_profiles.documents import abbreviate
 from piecework.models.cascade import Blueprint, Cascade, isolate_rng
 from piecework.models.depth_exits import ExitCascade
 from piecework.models.dual_norm import begin_adversarial, use
+from piecework.models.memory_layout import channels_last
 from piecework.models.model_file import ModelFileError, description, find_file, require_loadable, require_sound
 from piecework.models.narrow_convolution import leave_out_unread
 from piecework.models.resizing import resize
@@ -212,9 +213,8 @@ def load_model(path: Path, *, normalise: bool = True) -> TrainedModel:
         model = TrainedModel(network, described, normalise=normalise)
     except (SafetensorError, KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
         raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {first_line(error)}") from error
-    for parameter in network.parameters():
-        if parameter.dim() == 4:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    for unit in (*network.atoms, network.head):
+        channels_last(unit)
     leave_out_unread(network)
     begin_adversarial([network])
     use([network], adversarial=described.get("evaluation_branch") == "adversarial")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from piecework.device_profiles.memory import FlopCount, PeakMemory, StepCost, trace
 from piecework.models.cascade import Blueprint, can_fit, kept_places, outputs
+from piecework.models.memory_layout import channels_last
 from piecework.models.partition import Piece
 from piecework.models.resizing import resize_one
 from piecework.models.static_norms import measure_norms
@@ -23,7 +24,6 @@ from piecework.training.loop import (
     PieceModel,
     adversary,
     as_rows,
-    channels_last,
     in_precision,
     single_loss,
     start,

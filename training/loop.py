@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from piecework.models.cascade import Blueprint, fit_features, isolate_rng, run_atoms, unset_weights
+from piecework.models.memory_layout import channels_last
 from piecework.models.recompute import recompute
 from piecework.models.recompute_cheap import recompute_cheaply
 from piecework.models.static_norms import count_first_alike
@@ -250,14 +251,6 @@ def as_rows(z: Tensor, *, rounded: bool) -> Tensor:
     """Return features z[B, ...] as files have them: maps are channels last. With `rounded`, the bits of bfloat16."""
     z = (z.permute(0, 2, 3, 1) if z.dim() == 4 else z).contiguous()
     return z.bfloat16().view(torch.uint16) if rounded else z
-
-
-def channels_last(module: nn.Module) -> nn.Module:
-    """Use channels-last convolution weights, with which CPUs are faster (1.4 times, measured) and tensor cores work."""
-    for parameter in module.parameters():
-        if parameter.dim() == 4:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-    return module
 
 
 def start(pieces: list[PieceModel], training_config: TrainingConfig, make_loss: MakeLoss) -> tuple[Loss, SGD]:

@@ -30,17 +30,19 @@ from piecework.models.imported.graph import UntraceableError, as_module
 from piecework.models.imported.logits import EXAMPLES, logits_of, require_logits_in_training, require_stateless
 from piecework.models.imported.module import Source, make, require_finite, require_freed, require_state
 from piecework.models.imported.narrow import kept_channels, narrow
-from piecework.models.imported.objects import code_of, is_object, require_trainable
+from piecework.models.imported.objects import code_of, is_object, may_view, require_trainable
 from piecework.models.imported.recording import Recording, record
 from piecework.models.imported.source import find_make, is_own
 from piecework.models.layers import narrowing, scale_channels
+from piecework.models.memory_layout import keep_layout
 
 
 @dataclass(frozen=True)
 class CutModule:
     """A module in parts without values, the last of which is the head, with their names and the shapes of their outputs.
 
-    `reason` says why a module is one part; `digest` is of its code and sizes. `vocabulary` is that of its tokens.
+    `reason` says why a module is one part; `digest` is of its code and sizes. `vocabulary` is that of its tokens. Parts with
+    code of the user's that is not recorded may be `viewing` their tensors, which maps with channels last do not allow.
     """
 
     parts: tuple[nn.Module, ...]
@@ -49,6 +51,7 @@ class CutModule:
     digest: str
     vocabulary: int = 0
     reason: str = ""
+    viewing: frozenset[int] = frozenset()
 
 
 class Same(nn.Module):
@@ -99,7 +102,9 @@ def _recorded_cut(root: nn.Module, source: Source) -> CutModule:
         parts = [root, Same(source.num_classes)]
         names, shapes = [type(root).__name__.lower()], [(source.num_classes,)]
     require_logits_in_training(root, source, vocabulary)
-    return CutModule(tuple(parts), tuple(names), tuple(shapes), _digest(root, parts, source), vocabulary, reason)
+    viewing = frozenset(number for number, part in enumerate(parts) if may_view(part))
+    digest = _digest(root, parts, source)
+    return CutModule(tuple(parts), tuple(names), tuple(shapes), digest, vocabulary, reason, viewing)
 
 
 def _digest(root: nn.Module, parts: Sequence[nn.Module], source: Source) -> str:
@@ -152,6 +157,7 @@ def _narrow_cut(source: Source) -> CutModule:
         digest,
         full.vocabulary,
         full.reason,
+        full.viewing,
     )
 
 
@@ -257,7 +263,10 @@ def build_part(source: Source, digest: str, number: int) -> nn.Module:
     The weights are those that the module's own function draws, unless the caller sets all of them or only traces.
     """
     with _disable_current_modes():
-        module = copy.deepcopy(cut(source).parts[number])
+        found = cut(source)
+        module = copy.deepcopy(found.parts[number])
+        if number in found.viewing:
+            keep_layout(module)
     without_values, traced = torch.get_default_device().type == "meta", is_in_torch_dispatch_mode()
     if without_values and not traced:
         return module

@@ -27,7 +27,7 @@ def logits_of(function: Any, source: Source, vocabulary: int, examples: int = EX
             found = function(zeros_like_examples(source, vocabulary, examples))
     except Exception as error:
         shape = "x".join(map(str, source.input_shape))
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0] or type(error).__name__
         if "meta tensor" in reason:
             reason += "; what depends on values cannot be priced, so write it with tensors (torch.where)"
         said = f"model = {source.name!r} does not take examples of {shape}: {reason}{place_of(error)}"

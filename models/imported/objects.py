@@ -85,6 +85,12 @@ def code_of(kind: type) -> bytes:
     return Path(file).read_bytes() if file is not None and Path(file).is_file() else _functions_of(kind)
 
 
+def may_view(part: "nn.Module") -> bool:
+    """Return whether a part calls a module of the user's, not recorded, in whose code `view` occurs."""
+    kinds = {kind for module in part.modules() for kind in type(module).__mro__}
+    return any(b"view" in code_of(kind) for kind in kinds if kind.__module__.partition(".")[0] != "piecework")
+
+
 def _functions_of(kind: type) -> bytes:
     return b"".join(_facts(each) for each in vars(kind).values() if inspect.isfunction(each))
 

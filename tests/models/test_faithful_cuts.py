@@ -10,6 +10,7 @@ from helpers import TRIO, clients_of, fleet_json, run_local
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import piecework
 from piecework.models.cascade import Cascade, unset_weights
 from piecework.models.imported.atoms import cut
 from piecework.models.imported.module import Source, make
@@ -251,6 +252,35 @@ class Viewed(nn.Module):
         return self.out(F.dropout(x.view(x.size(0), -1), 0.5, training=self.training))
 
 
+class Counted(Viewed):
+    """Branches on the number of examples, so that it stays one atom."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if len(x) > 1 else x * 0.5)
+
+
+class Gate(nn.Module):
+    """Weighs channels by views of their maps, in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fc = nn.Conv2d(8, 8, 1), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        x = self.inner(x)
+        return x * self.fc(x.view(len(x), 8, -1).mean(2))[:, :, None, None]
+
+
+class Gated(Viewed):
+    """Has a part with code of its own between its convolutions."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.two = nn.Sequential(Gate(), self.two)
+
+
 def maker(kind: Callable[[int], nn.Module]) -> Callable[[int, Any], nn.Module]:
     return lambda num_classes, input_shape: kind(num_classes)
 
@@ -273,6 +303,7 @@ KINDS: dict[type[nn.Module], tuple[str, ...]] = {
         Viewed: ("one", "two"),
     },
     **{Asking: ("asking",), Graded: ("graded",), Sliced: ("sliced",)},
+    **{Counted: ("counted",), Gated: ("one", "two_0", "two_1")},
 }
 globals().update({f"make_{kind.__name__.lower()}": maker(kind) for kind in KINDS})
 
@@ -312,16 +343,15 @@ def test_a_cut_computes_and_learns_what_the_module_does(kind: type[nn.Module]) -
                 torch.testing.assert_close(parameter.grad, of_module[own[name]].grad)
 
 
-def test_maps_that_lie_channels_last_are_flattened_by_view(tmp_path: Any) -> None:
-    settings = {
-        "model": name_of(Viewed),
-        "strategy": "fedepth",
-        "num_rounds": 1,
-        "fleet": fleet_json(poor=0.9, rich=1.5),
-    }
-    trained = clients_of(run_local(tmp_path, **TRIO | settings))
+@pytest.mark.parametrize("kind, strategy", [(Viewed, "fedepth"), (Counted, "fedavg"), (Gated, "fedepth")])
+def test_maps_that_lie_channels_last_are_flattened_by_view(tmp_path: Any, kind: type[nn.Module], strategy: str) -> None:
+    settings = {"model": name_of(kind), "strategy": strategy, "num_rounds": 1}
+    run = run_local(tmp_path, **TRIO | settings | {"fleet": fleet_json(poor=0.9 + (strategy == "fedavg"), rich=1.5)})
+    trained = clients_of(run)
     assert all(client["status"] == "ok" for client in trained)
     assert all(0 < client["measured_peak"] <= client["predicted_peak"] <= client["budget"] for client in trained)
+    model = piecework.load(run.path, model=name_of(kind))
+    assert model(torch.zeros(2, *model.input_shape)).shape == (2, model.num_classes)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from piecework.models.cascade import Blueprint, isolate_rng
 from piecework.models.compact import layout
 from piecework.models.masked import mask_model
+from piecework.models.memory_layout import channels_last
 from piecework.models.narrow_convolution import ENOUGH, is_pointwise_and_strided, leave_out_unread
 from piecework.models.zoo import build_blueprint
 from piecework.strategies.sparse.spafl.forms import SparseModel
 from piecework.strategies.width.fjord.client import NestedLoss
-from piecework.training.loop import PieceModel, channels_last, single_loss
+from piecework.training.loop import PieceModel, single_loss
 
 
 def gradients(layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from zoo_helpers import blueprint_of
 from piecework.device_profiles.fleet import load_fleet
 from piecework.device_profiles.memory import PeakMemory
 from piecework.models.cascade import isolate_rng
+from piecework.models.memory_layout import channels_last
 from piecework.models.step import Step, with_step
 from piecework.models.work_item import WorkItem
 from piecework.planning.costs import CostModel, cost_model_for
@@ -23,7 +24,7 @@ from piecework.plans.plan import planner_for
 from piecework.plans.question import ask
 from piecework.server_app.used_settings import require_used
 from piecework.strategies.whole.fedavg.server import FedAvg
-from piecework.training.loop import PieceModel, channels_last, start
+from piecework.training.loop import PieceModel, start
 from piecework.training.methods import METHODS
 from piecework.training.settings import Settings
 from piecework.training.settings.cases import require_accepted
