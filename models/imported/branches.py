@@ -1,4 +1,4 @@
-"""What a recorded forward pass branches on: lengths and numbers of axes may decide, as in `assert x.size(1) <= 64`."""
+"""What the code of a recorded forward pass knows of its values: lengths and numbers of axes, as in `assert x.size(1) <= 64`."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ class Values(fx.Interpreter):
 
 
 class Branches:
-    """Decides what the code of a forward pass branches on, while it is recorded.
+    """Says what the code of a forward pass branches on, counts and iterates over, while it is recorded.
 
     What was recorded so far is run on several numbers of examples, each call once.
     """
@@ -52,19 +52,34 @@ class Branches:
         self.graph: fx.Graph | None = None
         self.runs: list[Values] = []
 
-    def __call__(self, asked: fx.Node) -> bool | None:
-        """Return whether a recorded value is true, or None if that does not depend on lengths alone."""
+    def number(self, asked: fx.Node) -> bool | float | None:
+        """Return a recorded number or truth, or None if it does not depend on lengths alone."""
+        found = self._results(asked)
+        alike = bool(found) and self._depends_on_lengths(asked) and isinstance(found[0], bool | int | float)
+        return found[0] if alike else None
+
+    def length(self, asked: fx.Node) -> int | None:
+        """Return how many elements a recorded value has, or None if examples decide, or it has no length."""
+        found = self._results(asked)
+        lengths = {len(each) if isinstance(each, tuple | list | Tensor) else None for each in found}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def has(self, asked: fx.Node, name: str) -> bool:
+        """Return whether a recorded value has an attribute, if that is known, else True."""
+        found = self._results(asked)
+        return not found or hasattr(found[0], name)
+
+    def _results(self, asked: fx.Node) -> list[Any]:
+        """Return what a call returns for each number of examples; nothing if it cannot be computed."""
         if self.graph is not asked.graph:
             self.graph, self.runs = asked.graph, [Values(self.root, graph=asked.graph) for _ in NUMBERS]
             for run, number in zip(self.runs, NUMBERS, strict=True):
                 run.args_iter = iter([zeros_like_examples(self.source, self.vocabulary, number)])
         try:
             with torch.no_grad(), without_data():
-                found = [run.run_until(asked) for run in self.runs]
+                return [run.run_until(asked) for run in self.runs]
         except Exception:  # what the module cannot compute is said where it is evaluated
-            return None
-        alike = self._depends_on_lengths(asked) and not isinstance(found[0], Tensor)
-        return bool(found[0]) if alike else None
+            return []
 
     def _depends_on_lengths(self, asked: fx.Node) -> bool:
         """Return whether a value is computed of lengths and numbers of axes that are the same in all runs."""

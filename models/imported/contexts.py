@@ -23,7 +23,7 @@ def recording(tracer: GradientTracer, root: nn.Module) -> Iterator[None]:
     with (
         _RecordMakers(tracer),
         _keep_buffers(root),
-        _pack_sizes(),
+        _record_lengths_and_types(tracer),
         refuse_own_backward(),
         _keep_attributes(root),
         torch.enable_grad(),
@@ -58,17 +58,27 @@ def _packing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return packed
 
 
+def _limits(find: Callable[..., Any], tracer: GradientTracer) -> Callable[..., Any]:
+    """Return torch.finfo or torch.iinfo for types that may be recorded, which torch refuses."""
+
+    def found(kind: Any = torch.float32) -> Any:
+        recorded = isinstance(kind, fx.Proxy)
+        return tracer.create_proxy("call_function", find, (kind,), {}) if recorded else find(kind)
+
+    return found
+
+
 @contextmanager
-def _pack_sizes() -> Iterator[None]:
-    """Have `torch.ones(length, length)` be recorded like `torch.ones((length, length))`."""
-    own = {name: getattr(torch, name) for name in ("ones", "zeros")}
+def _record_lengths_and_types(tracer: GradientTracer) -> Iterator[None]:
+    """Have `torch.ones(length, length)` be recorded like `torch.ones((length, length))`, and `torch.finfo(x.dtype)` too."""
+    own = {name: getattr(torch, name) for name in ("ones", "zeros", "finfo", "iinfo")}
     try:
-        for name, make in own.items():
-            setattr(torch, name, _packing(make))
+        for name, function in own.items():
+            setattr(torch, name, _packing(function) if name in ("ones", "zeros") else _limits(function, tracer))
         yield
     finally:
-        for name, make in own.items():
-            setattr(torch, name, make)
+        for name, function in own.items():
+            setattr(torch, name, function)
 
 
 @contextmanager

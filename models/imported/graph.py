@@ -10,16 +10,20 @@ import operator
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError
 
+from piecework.models.imported.branches import Branches
 from piecework.models.imported.calls import IN_PLACE
 from piecework.models.imported.contexts import recording
 from piecework.models.imported.gradients import GradientTracer
 
+Answer = TypeVar("Answer")
+UNKNOWN = "its forward pass branches on more than lengths, such as values or the number of examples"
 OPENED = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)  # of torch's own classes, and what derives from these
 
 
@@ -33,11 +37,30 @@ class _Proxy(fx.Proxy):
     What `x.T` computes is recorded where it stands, and not where it is used first, which may be outside of a torch.no_grad.
     """
 
+    tracer: "_Tracer"
+
     def __getattr__(self, k: str) -> Any:
-        """Record that an attribute is read, or that a method is called."""
+        """Record that an attribute is read, or that a method is called. Raises AttributeError if there is none."""
+        if not (hasattr(Tensor, k) or k.startswith("__") or self.tracer.ask(self.tracer.branches.has, self.node, k)):
+            raise AttributeError(k)
         if inspect.isgetsetdescriptor(getattr(Tensor, k, None)):
             return self.tracer.create_proxy("call_function", getattr, (self, k), {})
         return super().__getattr__(k)
+
+    def __len__(self) -> int:
+        return self.tracer.length(self.node)
+
+    def __int__(self) -> int:
+        return int(self.tracer.number(self.node))
+
+    def __index__(self) -> int:
+        found = self.tracer.ask(self.tracer.branches.number, self.node)
+        if found is None:  # not refused: torch, which takes recorded lengths in another way, catches it
+            raise TypeError(UNKNOWN)
+        return operator.index(cast("int", found))
+
+    def __float__(self) -> float:
+        return float(self.tracer.number(self.node))
 
 
 def _recorded(change: Callable[..., Any]) -> Callable[[_Proxy, Any], Any]:
@@ -71,12 +94,12 @@ class _BufferProxy(_Proxy):
 class _Tracer(GradientTracer):
     """Records calls of torch's own layers and of the modules in `leaves`, and enters all others. `inside` are those entered.
 
-    It does not record meanwhile what `decide` runs.
+    It does not record meanwhile what `branches` run.
     """
 
-    def __init__(self, root: nn.Module, leaves: set[str], decide: Callable[[fx.Node], bool | None]) -> None:
+    def __init__(self, root: nn.Module, leaves: set[str], branches: Branches) -> None:
         super().__init__(root)
-        self.leaves, self.decide = leaves, decide
+        self.leaves, self.branches = leaves, branches
         self.inside: list[str] = []
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -119,15 +142,34 @@ class _Tracer(GradientTracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Return whether a recorded value is true, which has to be known."""
-        if not self.recording:  # a module kept the value
-            return super().to_bool(obj)
+        return bool(self.number(obj.node))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Return the elements of a recorded value, whose number has to be known."""
+        return map(partial(operator.getitem, obj), range(self.length(obj.node)))
+
+    def number(self, node: fx.Node) -> Any:
+        """Return a recorded number, which has to be known."""
+        return self._require(self.ask(self.branches.number, node))
+
+    def length(self, node: fx.Node) -> int:
+        """Return how many elements a recorded value has, which has to be known."""
+        return self._require(self.ask(self.branches.length, node))
+
+    def ask(self, question: Callable[..., Answer], node: fx.Node, *more: str) -> Answer:
+        """Return what `branches` know of a recorded value. Raises TraceError for one of a pass before."""
+        if not self.recording:
+            raise TraceError("its forward pass goes on from what it kept of the pass before")
         self.recording = False
         try:
-            answer = self.decide(obj.node)
+            return question(node, *more)
         finally:
             self.recording = True
+
+    def _require(self, answer: Answer | None) -> Answer:
+        """Return an answer. Raises TypeError if there is none."""
         if answer is None:
-            self.refuse("its forward pass branches on more than lengths, such as values or the number of examples")
+            self.refuse(UNKNOWN)
         return answer
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -141,16 +183,16 @@ class _Tracer(GradientTracer):
         return found
 
 
-def record_calls(root: nn.Module, decide: Callable[[fx.Node], bool | None]) -> fx.Graph:
+def record_calls(root: nn.Module, branches: Branches) -> fx.Graph:
     """Return the calls of a module's forward pass, which takes one tensor.
 
-    Where its code branches on a recorded value, `decide` returns the value's truth, or None if examples decide. A submodule
-    whose own code cannot be recorded, because it branches on values or on `self.training`, is called as a whole. Raises
-    UntraceableError if that is the whole module.
+    Where its code branches on a recorded value, or counts by it, `branches` know what that is. A submodule whose own code
+    cannot be recorded, because it branches on values or on `self.training`, is called as a whole. Raises UntraceableError if
+    that is the whole module.
     """
     leaves: set[str] = set()
     while True:
-        tracer, before = _Tracer(root, leaves, decide), _random_states()
+        tracer, before = _Tracer(root, leaves, branches), _random_states()
         try:
             trained = _trace(tracer, root.train(True))
             evaluated = _trace(tracer, root.train(False))

@@ -1,5 +1,6 @@
 """Modules that check or branch on what they get."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,40 @@ def bright(module: nn.Module, x: Tensor) -> Tensor:
     return x if x.sum() > 0 else -x
 
 
+def rooted(module: nn.Module, x: Tensor) -> Tensor:
+    """Computes with lengths as numbers."""
+    return x / int(x.size(-1) ** 0.5) * math.sqrt(x.size(2))
+
+
+def looped(module: nn.Module, x: Tensor) -> Tensor:
+    """Goes through columns, rows and lengths."""
+    columns = [x[..., number] for number in range(x.size(-1))]
+    rows = list(torch.stack(columns, -1).unbind(2))
+    *_, width = x.shape
+    return torch.stack(rows, 2).reshape(*x.shape[:-1], width) if len(rows) == len(columns) == width else x * 0
+
+
+def limited(module: nn.Module, x: Tensor) -> Tensor:
+    """Masks with the lowest number of a type."""
+    mask = torch.ones(8, 8).triu(1) > 0
+    return x.masked_fill(mask, torch.finfo(x.dtype).min).softmax(-1)
+
+
+def looking(module: nn.Module, x: Tensor) -> Tensor:
+    """Asks for an attribute that tensors do not have."""
+    return x.tensors * 0 if hasattr(x, "tensors") else x
+
+
+def whole(module: nn.Module, x: Tensor) -> Tensor:
+    """Makes as many numbers as there are examples, in lengths of their own."""
+    return x + torch.zeros((x.size(0), 1, 8, 8))
+
+
+def long(module: nn.Module, x: Tensor) -> Tensor:
+    """Counts its examples."""
+    return x * len(x)
+
+
 class Branching(nn.Module):
     """Layers behind something that branches."""
 
@@ -81,10 +116,12 @@ def maker(branch: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[int, Any],
 
 
 make_longest, make_raising, make_changed, make_sliced = map(maker, (longest, raising, changed, sliced))
-make_few, make_counted, make_bright = map(maker, (few, counted, bright))
+make_few, make_counted, make_bright, make_long = map(maker, (few, counted, bright, long))
+make_rooted, make_looped, make_limited, make_looking, make_whole = map(maker, (rooted, looped, limited, looking, whole))
+KNOWN = ("longest", "raising", "changed", "sliced", "rooted", "looped", "limited", "looking", "whole")
 
 
-@pytest.mark.parametrize("branch", ["longest", "raising", "changed", "sliced"])
+@pytest.mark.parametrize("branch", KNOWN)
 def test_lengths_and_numbers_of_axes_decide(branch: str) -> None:
     """The cut has all layers, and computes what the module computes."""
     name = f"{__file__}:make_{branch}"
@@ -99,7 +136,7 @@ def test_lengths_and_numbers_of_axes_decide(branch: str) -> None:
     assert cascade(x).abs().sum() > 0
 
 
-@pytest.mark.parametrize("branch", ["few", "counted"])
+@pytest.mark.parametrize("branch", ["few", "counted", "long"])
 def test_the_number_of_examples_does_not_decide(branch: str) -> None:
     found = cut(Source(f"{__file__}:make_{branch}", 10, DIGIT, "running"))
     assert found.names == ("branching",)
