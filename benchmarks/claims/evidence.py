@@ -113,7 +113,7 @@ def row_of(standing: Standing) -> dict[str, Any]:
         "strategy": standing.row.settings.get("strategy", ""),
         "fit": standing.row.settings.get("memory.fit", ""),
         "advice": dict(standing.row.advice),
-        "accuracy": round(accuracy, 1),
+        "accuracy": round(accuracy, 2),  # differences of rounded figures would not be those of the claims' pages
         "seeds": len(standing.by_seed),
         "rounds": standing.runs[0].rounds,
         "participation": round(100 * (participation or 0.0), 1),
