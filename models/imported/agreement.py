@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from piecework.device_profiles.dispatch import Mode, without_data
+from piecework.models.imported.contexts import drawing_alike, restored
 from piecework.models.imported.graph import UntraceableError
 from piecework.models.imported.logits import zeros_like_examples
 from piecework.models.imported.module import Source
@@ -63,15 +64,17 @@ def require_same_operators(root: nn.Module, parts: Sequence[nn.Module], source: 
     """
     whole, cascade = nn.Sequential(root), nn.Sequential(*parts)
     for training in (True, False):
-        expected = _operators(whole, source, vocabulary, training)
+        with restored(root):
+            expected = _operators(whole, source, vocabulary, training)
         if isinstance(expected, Exception):
             continue
-        found = _operators(cascade, source, vocabulary, training)
+        with restored(root):
+            found = _operators(cascade, source, vocabulary, training)
         if isinstance(found, Exception):
             raise UntraceableError(f"{type(root).__name__}: its parts cannot be run: {found}")
         if expected != found:
             when = "in training" if training else "in evaluation"
-            raise UntraceableError(f"{type(root).__name__}: {_difference(expected, found, when)}")
+            raise UntraceableError(f"{type(root).__name__}: {_difference(expected, found, when)}, {_cause(root)}")
 
 
 def _difference(expected: Operators, found: Operators, when: str) -> str:
@@ -82,7 +85,13 @@ def _difference(expected: Operators, found: Operators, when: str) -> str:
     unlike = (
         f"{calls} {when} but not while it is recorded" if missing else f"{calls} while it is recorded but not {when}"
     )
-    return f"its forward pass {unlike}, as code does that asks isinstance(x, torch.Tensor) or torch.is_grad_enabled()"
+    return f"its forward pass {unlike}"
+
+
+def _cause(root: nn.Module) -> str:
+    if type(root).train is not nn.Module.train:
+        return "for its own train() changes what its layers do"
+    return "as code does that asks isinstance(x, torch.Tensor) or torch.is_grad_enabled()"
 
 
 def _operators(function: nn.Module, source: Source, vocabulary: int, training: bool) -> Operators | Exception:
@@ -91,7 +100,7 @@ def _operators(function: nn.Module, source: Source, vocabulary: int, training: b
     learned = [each for each in function.parameters() if each.requires_grad]
     function.train(training)
     try:
-        with without_data(), torch.set_grad_enabled(training), _Count([x, *learned]) as count:
+        with drawing_alike(), without_data(), torch.set_grad_enabled(training), _Count([x, *learned]) as count:
             logits: Tensor = function(x)
             count.forward = False
             if training:

@@ -25,10 +25,17 @@ from piecework.models.channels import channel_axes
 from piecework.models.imported.agreement import require_same_operators
 from piecework.models.imported.boundaries import choose, is_weighted
 from piecework.models.imported.constants import find_needed, is_device
-from piecework.models.imported.contexts import restored
+from piecework.models.imported.contexts import drawing_alike, restored
 from piecework.models.imported.graph import UntraceableError, as_module
 from piecework.models.imported.logits import EXAMPLES, logits_of, require_logits_in_training, require_stateless
-from piecework.models.imported.module import Source, make, require_finite, require_freed, require_state
+from piecework.models.imported.module import (
+    Source,
+    kept_buffers,
+    make,
+    require_finite,
+    require_freed,
+    require_state,
+)
 from piecework.models.imported.narrow import kept_channels, narrow
 from piecework.models.imported.objects import code_of, is_object, may_view, require_trainable
 from piecework.models.imported.recording import Recording, record
@@ -69,7 +76,8 @@ class Same(nn.Module):
 @lru_cache(maxsize=64)
 def cut(source: Source) -> CutModule:
     """Return the module in parts, or as one with the reason. Raises ValueError if it does not map examples to classes."""
-    with _disable_current_modes():  # tracing has only tensors of its own mode
+    # Tracing has only tensors of its own mode. Code that draws numbers has one cut, here and on the devices.
+    with _disable_current_modes(), drawing_alike():
         return _narrow_cut(source) if source.width != 1 else _whole_cut(source)
 
 
@@ -79,7 +87,7 @@ def _whole_cut(source: Source) -> CutModule:
     require_state(root, source)
     require_freed(root, source)
     require_trainable(root, source.name)
-    with restored(root):  # what passes assign is no part of the model that a device builds
+    with restored(root), kept_buffers(root, source):  # what passes assign is no part of the model that a device builds
         return _recorded_cut(root, source)
 
 

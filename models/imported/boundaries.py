@@ -19,7 +19,7 @@ from piecework.models.imported.recording import Recording
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 MOVES = {"permute", "transpose", "movedim", "swapaxes", "t"}  # they settle the layout of features
 AVERAGES = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
-AVERAGE_NAMES = {"mean", "adaptive_avg_pool2d", "size", "_assert"}
+AVERAGE_NAMES = {"mean", "adaptive_avg_pool2d", "size", "_assert", "require_number"}
 Modules = Mapping[str, nn.Module]
 
 

@@ -1,5 +1,6 @@
 """How a module is built without values, though its code may ask for some, as for the rates of stochastic depth."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ SERIES = (torch.arange, torch.as_tensor, torch.linspace, torch.logspace, torch.t
 def build(function: Callable[[], Any]) -> Any:
     """Return what a function makes. Where it needs values that tensors on `meta` do not have, series have values.
 
-    Raises what the function raises; if it fails with values too, what it raised without.
+    Raises what the function raises; if values of series are not enough, what it raised without.
     """
     try:
         return function()
@@ -27,8 +28,8 @@ def build(function: Callable[[], Any]) -> Any:
     try:
         with _SeriesWithValues():
             made = function()
-    except Exception:
-        raise first from None
+    except Exception as error:
+        raise (first if needs_values(error) or "device" in str(error) else error) from None
     if isinstance(made, nn.Module):
         _drop_values(made)
     return made
@@ -36,7 +37,7 @@ def build(function: Callable[[], Any]) -> Any:
 
 def needs_values(error: Exception) -> bool:
     """Return whether an error says that a tensor on `meta` has no values."""
-    return isinstance(error, NotImplementedError) or "meta" in str(error)
+    return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
 
 
 class _SeriesWithValues(TorchFunctionMode):
@@ -53,15 +54,19 @@ class _SeriesWithValues(TorchFunctionMode):
 
 
 def _drop_values(root: nn.Module) -> None:
-    """Put arrays without values in the place of those that have some. What layers share, they share afterwards."""
+    """Put arrays without values in the place of those that have some. What shares memory, does so afterwards."""
     dropped: dict[int, Any] = {}
+    memories: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     for layer in root.modules():
         for held in (layer._parameters, layer._buffers):
             for name, array in held.items():
                 if array is None or array.is_meta:
                     continue
                 if id(array) not in dropped:
-                    empty = array.detach().to("meta")
+                    memory, numbers = array.untyped_storage(), array.untyped_storage().nbytes() // array.itemsize
+                    whole = torch.empty(numbers, dtype=array.dtype, device="meta")
+                    whole = memories.setdefault((memory._cdata, array.dtype), whole)
+                    empty = whole.as_strided(array.shape, array.stride(), array.storage_offset())
                     learned = isinstance(array, nn.Parameter)
                     dropped[id(array)] = nn.Parameter(empty, array.requires_grad) if learned else empty
                 held[name] = dropped[id(array)]

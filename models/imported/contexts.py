@@ -1,9 +1,11 @@
 """What holds while a forward pass is recorded: makers of tensors are recorded too, and the module stays as it was."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
@@ -13,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from piecework.models.imported.calls import is_in_place
 from piecework.models.imported.gradients import GradientTracer, refuse_own_backward
 
+SEED = 2358105927  # one that no module sets in its forward pass, which would not be seen then
 # Tensors that a forward pass makes are made anew in each pass, like those that torch's layers make.
 MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
 
@@ -117,6 +120,21 @@ def _keep_attributes(root: nn.Module) -> Iterator[None]:
         yield
     if changed:
         raise TypeError(f"its forward pass changes {changed[0]!r}, which no file has")
+
+
+@contextmanager
+def drawing_alike() -> Iterator[None]:
+    """Have all generators draw what they draw after one seed, and leave them as they were."""
+    python, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(SEED)
+        np.random.seed(SEED)
+        torch.manual_seed(SEED)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
 
 
 @contextmanager

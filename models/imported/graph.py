@@ -47,6 +47,9 @@ class _Proxy(fx.Proxy):
             return self.tracer.create_proxy("call_function", getattr, (self, k), {})
         return super().__getattr__(k)
 
+    def __iter__(self) -> Iterator[Any]:
+        return self.tracer.iter(self)
+
     def __len__(self) -> int:
         return self.tracer.length(self.node)
 
@@ -57,10 +60,17 @@ class _Proxy(fx.Proxy):
         found = self.tracer.ask(self.tracer.branches.number, self.node)
         if found is None:  # not refused: torch, which takes recorded lengths in another way, catches it
             raise TypeError(UNKNOWN)
+        self.tracer.asked.append(self.tracer.create_node("call_function", require_number, (self.node, found), {}))
         return operator.index(cast("int", found))
 
     def __float__(self) -> float:
         return float(self.tracer.number(self.node))
+
+
+def require_number(found: float, recorded: float) -> None:
+    """Raise ValueError for another number than the one that code has been recorded with, as in a narrower model."""
+    if found != recorded:
+        raise ValueError(f"its code was recorded with the length {recorded}, and has {found} here")
 
 
 def _recorded(change: Callable[..., Any]) -> Callable[[_Proxy, Any], Any]:
@@ -100,7 +110,17 @@ class _Tracer(GradientTracer):
     def __init__(self, root: nn.Module, leaves: set[str], branches: Branches) -> None:
         super().__init__(root)
         self.leaves, self.branches = leaves, branches
+        self.asked: list[fx.Node] = []
         self.inside: list[str] = []
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *others: Any, **more: Any) -> fx.Node:
+        """Record a call. Where it takes a length that torch has just asked for, it depends on no number of the recording."""
+        node = super().create_node(kind, target, args, kwargs, *others, **more)
+        while self.asked and target is not require_number:
+            check = self.asked.pop()
+            if check.graph is self.graph and check.args[0] in node.all_input_nodes:
+                self.graph.erase_node(check)
+        return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return the value that a node stands for."""
@@ -111,6 +131,7 @@ class _Tracer(GradientTracer):
         hooked = bool(m._backward_hooks or m._backward_pre_hooks)
         return (
             hooked
+            or (m is not self.root and type(m).train is not nn.Module.train)  # which a part would not call
             or module_qualified_name in self.leaves
             or any(kind.__module__.startswith("torch.nn") and kind not in OPENED for kind in type(m).__mro__)
         )
@@ -142,15 +163,20 @@ class _Tracer(GradientTracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Return whether a recorded value is true, which has to be known."""
-        return bool(self.number(obj.node))
+        return bool(self._require(self.ask(self.branches.number, obj.node)))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Return the elements of a recorded value, whose number has to be known."""
-        return map(partial(operator.getitem, obj), range(self.length(obj.node)))
+        """Return the elements of a recorded value, whose number has to be known. Tensors are unbound, as torch does."""
+        length = self.length(obj.node)
+        if self.ask(self.branches.has, obj.node, "unbind"):
+            obj = self.create_proxy("call_function", torch.unbind, (obj,), {})
+        return map(partial(operator.getitem, obj), range(length))
 
     def number(self, node: fx.Node) -> Any:
-        """Return a recorded number, which has to be known."""
-        return self._require(self.ask(self.branches.number, node))
+        """Return a recorded number, which has to be known; a part in which it is another one will refuse to run."""
+        found = self._require(self.ask(self.branches.number, node))
+        self.create_node("call_function", require_number, (node, found), {})
+        return found
 
     def length(self, node: fx.Node) -> int:
         """Return how many elements a recorded value has, which has to be known."""

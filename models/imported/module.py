@@ -3,7 +3,8 @@
 import copy
 import traceback
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,28 @@ def _replaced(layer: nn.BatchNorm1d | nn.BatchNorm2d, batch_norm: str) -> nn.Mod
         norm.load_state_dict(dict(layer.named_buffers()), strict=False)
     replaced: nn.Module = norm
     return replaced
+
+
+@contextmanager
+def kept_buffers(root: nn.Module, source: Source) -> Iterator[None]:
+    """Restore the buffers that passes put in the place of others. Raises ValueError if they make some, or change a shape."""
+    before = {path: dict(module._buffers) for path, module in root.named_modules()}
+    yield
+    for path, module in root.named_modules():
+        own = before.get(path, {})
+        unlike = [
+            name for name, array in module._buffers.items() if name not in own or _sizes(array) != _sizes(own[name])
+        ]
+        if unlike:
+            raise ValueError(
+                f"model = {source.name!r}: {path or type(root).__name__} makes the buffer {unlike[0]!r} in its forward pass, "
+                "so no file has it: register it where the module is built, as long as the longest input"
+            )
+        module._buffers.update(own)
+
+
+def _sizes(array: Tensor | None) -> tuple[Any, ...]:
+    return () if array is None else (array.shape, array.dtype)
 
 
 def require_freed(root: nn.Module, source: Source) -> None:

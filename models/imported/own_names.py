@@ -41,10 +41,13 @@ def fill_module(module: nn.Module, path: Path) -> nn.Module:
     except (OSError, SafetensorError) as error:
         raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     own = module.state_dict(keep_vars=True)
-    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}  # the file has non-persistent ones too
+    buffers = dict(module.named_buffers(remove_duplicate=False))  # the file has those that are not persistent, too
+    names_of: dict[int, list[str]] = {}
+    for name, array in (buffers | own).items():
+        names_of.setdefault(id(array), []).append(name)
+    for array in own.values():
+        trained |= {name: trained[one] for one in names_of[id(array)] if one in trained for name in names_of[id(array)]}
     trained = {name: array for name, array in trained.items() if name in own or name not in buffers}
-    shared = {name: next(n for n, each in own.items() if each is array) for name, array in own.items()}
-    trained |= {name: trained[one] for name, one in shared.items() if name not in trained and one in trained}
     _require_same(
         f"{file} does not fit {type(module).__name__}",
         {name: tuple(array.shape) for name, array in trained.items()},
