@@ -43,11 +43,11 @@ def fill_module(module: nn.Module, path: Path) -> nn.Module:
     own = module.state_dict(keep_vars=True)
     buffers = dict(module.named_buffers(remove_duplicate=False))  # the file has those that are not persistent, too
     names_of: dict[int, list[str]] = {}
-    for name, array in (buffers | own).items():
-        names_of.setdefault(id(array), []).append(name)
-    for array in own.values():
-        trained |= {name: trained[one] for one in names_of[id(array)] if one in trained for name in names_of[id(array)]}
-    trained = {name: array for name, array in trained.items() if name in own or name not in buffers}
+    for each, array in (buffers | own).items():
+        names_of.setdefault(id(array), []).append(each)
+    for same in names_of.values():  # what layers share has one name in the file
+        trained |= {other: trained[one] for one in same if one in trained for other in same}
+    trained = {each: array for each, array in trained.items() if each in own or each not in buffers}
     _require_same(
         f"{file} does not fit {type(module).__name__}",
         {name: tuple(array.shape) for name, array in trained.items()},

@@ -150,3 +150,13 @@ def test_each_copy_is_read_from_a_file(tmp_path: Path) -> None:
     turns = [array for name, array in arrays.items() if name.endswith("turns")]
     assert len(turns) == 3
     assert all(np.array_equal(array, whole.turns.numpy()) for array in turns)
+
+
+def test_a_buffer_of_two_names_is_filled_whichever_of_them_persists(tmp_path: Path) -> None:
+    settings = {"model": name_of("causal"), "strategy": "fedavg", "num_rounds": 1, "memory__enforce": False}
+    run = run_local(tmp_path, **TRIO | settings)
+    module = Causal(10)
+    module.register_buffer("again", module.turns)
+    module.turns.zero_()
+    filled = fill_module(module, run.path).state_dict()
+    assert torch.equal(filled["again"], Causal(10).turns) and "turns" not in filled
