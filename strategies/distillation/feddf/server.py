@@ -54,6 +54,7 @@ from piecework.strategies.distillation.feddf.server_training import (
     distil,
     likeness_loss,
     logits_of,
+    teachers_accuracy,
 )
 from piecework.strategies.distillation.feddf.settings import FedDFSettings
 from piecework.strategies.method import Method, Received, Round
@@ -140,13 +141,15 @@ class FamilyCut(Cut):
 class Distillation:
     """What the server collects in a round: the mean of each architecture's clients, and the logits of each client's model.
 
-    `members` are the clients whose logits the ensemble has, `distrusted` those that are excluded again.
+    `members` are the clients whose logits the ensemble has, `distrusted` those that are excluded again. `accuracy` is that of
+    the ensemble on the public examples, None if their labels are of another data set.
     """
 
     def __init__(self) -> None:
         self.means: dict[int, WeightedMean] = {}
         self.ensemble, self.cap = Ensemble(), MemoryCap(0, enforced=False)
         self.members, self.distrusted = list[int](), list[int]()
+        self.accuracy: float | None = None
 
 
 class FedDF(Method):
@@ -242,6 +245,7 @@ class FedDF(Method):
         """Distil all prototypes, store the smaller ones, and return the largest, which is the new model."""
         self.drop_outlier_teachers(current)
         targets = average_logits(current.mean.ensemble)
+        self.rate_teachers(current, targets)
         model = self.distil(current, 0, self.merge(0, current), targets, likeness_loss)
         for level in range(1, len(self.cut.names)):
             self.keep(level, self.distil(current, level, self.merge(level, current), targets, likeness_loss))
@@ -251,6 +255,11 @@ class FedDF(Method):
         """Exclude clients with far larger logits than the others from the ensemble: forged batch-norm variances cause such."""
         found = current.mean
         found.distrusted = [found.members[n] for n in found.ensemble.distrust(self.settings.faults.update_norm_limit)]
+
+    def rate_teachers(self, current: Round, targets: Tensor) -> None:
+        """Store the accuracy of the ensemble's targets [N, C] if the public examples have the classes of the run."""
+        if not self.settings.data.public and self.public.labels.ndim == 1:
+            current.mean.accuracy = teachers_accuracy(targets, self.public.labels)
 
     def distil(
         self, current: Round, level: int, arrays: ArrayRecord, targets: Tensor, make_loss: MakeLoss
@@ -289,8 +298,10 @@ class FedDF(Method):
     def details(self, current: Round) -> dict[str, Any]:
         """Return the architecture of each client and the clients with excluded logits, for the round record.
 
-        `server_peak` is the maximum bytes that distillation held on the server, by the accounting.
+        `server_peak` is the maximum bytes that distillation held on the server, by the accounting; `teachers_accuracy` is the
+        share of public examples on which the ensemble is right.
         """
         chosen = {str(c): self.cut.names[each.assignment.config.level] for c, each in current.assigned.items()}
-        details = {"architectures": chosen, "distrusted": current.mean.distrusted}
-        return details | {"server_peak": current.mean.cap.peak_bytes, "public_examples": len(self.public)}
+        found = current.mean
+        details = {"architectures": chosen, "distrusted": found.distrusted, "teachers_accuracy": found.accuracy}
+        return details | {"server_peak": found.cap.peak_bytes, "public_examples": len(self.public)}

@@ -76,6 +76,11 @@ def average_logits(ensemble: Iterable[Tensor]) -> Tensor:
     return (total / members).float()
 
 
+def teachers_accuracy(targets: Tensor, labels: np.ndarray) -> float:
+    """Return the share of examples whose largest target [N, C] is that of their label [N]; nobody learns from the labels."""
+    return float((targets.argmax(1).numpy() == labels).mean())
+
+
 def consensus(ensemble: Iterable[Tensor]) -> Tensor:
     """Return FedET's target, [N, 2 C]: the consensus logits followed by the diversity logits.
 

@@ -78,8 +78,10 @@ class FedET(FedDF):
             name: Array(head.over(name, array.numpy())) if name in head else array
             for name, array in current.arrays.items()
         }
+        targets = consensus(current.mean.ensemble)
+        self.rate_teachers(current, targets.chunk(2, dim=1)[0])
         loss = consensus_loss(self.settings.of(FedETSettings).diversity)
-        model = self.distil(current, 0, ArrayRecord(server), consensus(current.mean.ensemble), loss)
+        model = self.distil(current, 0, ArrayRecord(server), targets, loss)
         for level in range(len(self.cut.names)):
             names = dict(zip(self.last[level], self.last[0], strict=True))
             own = {own: model[name] for own, name in names.items()}

@@ -14,19 +14,24 @@ from helpers import (
     changing,
     clients_of,
     examples_of,
+    few_digits,
     fleet_json,
     model_of,
     numpy_of,
+    record_of,
     run_local,
     tiny_settings,
     training,
 )
 
 from piecework import load
+from piecework.federation.public_data import public_examples
 from piecework.models.cascade import initial_state
 from piecework.models.zoo import build_blueprint
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
+from piecework.strategies.distillation.feddf.server_training import consensus, logits_of
+from piecework.training.memory_cap import MemoryCap
 
 # A ResNet-10 for the rich, a small network for the poor; nothing is cut.
 SMALL: dict[str, Any] = TRIO | {
@@ -140,6 +145,13 @@ def test_fedet_exchanges_only_the_last_layer(tmp_path: Path) -> None:
             np.testing.assert_allclose(model[name], value, rtol=0, atol=1e-25)
             alike = (sent[0][name].astype(np.float64) + sent[2][name]) / 2
             np.testing.assert_allclose(kept[f"resnet10/{name}"], alike, rtol=1e-6, atol=1e-9)
+    # The record says how often the ensemble is right.
+    public = public_examples(tiny_settings(**changes | {"dataset": f"npz:{few_digits()}"}))
+    cap = MemoryCap(0, enforced=False)
+    models, size = [blueprint, build_cnn3(), blueprint], settings.evaluation.batch_size
+    logits = [logits_of(m, record_of(reply), public, size, cap) for m, reply in zip(models, replies, strict=True)]
+    right = (consensus(logits)[:, :10].argmax(1).numpy() == public.labels).mean()
+    assert run_dir.rounds()[0]["teachers_accuracy"] == pytest.approx(right)
 
 
 def test_clients_evaluate_the_prototype_of_their_architecture(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from piecework.strategies.distillation.feddf.server_training import (
     divergence,
     likeness_loss,
     logits_of,
+    teachers_accuracy,
 )
 from piecework.training.loop import PieceModel
 from piecework.training.memory_cap import MemoryCap
@@ -62,6 +63,12 @@ def test_variance_weights_and_diversity_logits() -> None:
     torch.testing.assert_close(found[0, 2:], torch.tensor([(1 * 2 + 0.25 * 1) / 1.25, 0.0]))
     torch.testing.assert_close(found[1, 2:], torch.zeros(2))
     torch.testing.assert_close(found[2, 2:], torch.tensor([4.0, 0.0]))
+
+
+def test_accuracy_of_the_ensemble() -> None:
+    """The largest mean logits are of the classes 1, 0 and 1."""
+    found = average_logits(ensemble(ONE, TWO, THREE))
+    assert teachers_accuracy(found, np.array([1, 1, 1])) == pytest.approx(2 / 3)
 
 
 def test_clients_without_an_opinion_weigh_nothing() -> None:
