@@ -40,11 +40,12 @@ def document(names: Sequence[str], docs: Path = DOCS) -> str:
 def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
     """Yield the cases of a claim that say something.
 
-    Cases whose fleet says what part of the model a device keeps say nothing of devices that are limited by their memory.
+    Cases whose fleet says what part of the model a device keeps, or whose memory is a paper's count, say nothing of devices
+    that are limited by their memory. One where the whole model in less memory has not run may have another leader.
     """
     found = standings(claim, current(claim, Records.read(claim.name, docs)))
     for case in claim.cases:
-        if any(device.keep for device in load_fleet(plain_settings(claim, case).fleet).devices):
+        if not is_limited_by_memory(claim, case) or not has_whole_model(claim, case, found[case.name]):
             continue
         there = [each for each in found[case.name] if each.candidate]
         ran = [each for each in there if each.runs]
@@ -77,6 +78,19 @@ def plain_rows(rows: Iterable[Row]) -> list[Row]:
         if not {"training.batch-size", "architecture.width"} & row.settings.keys():
             found.setdefault((row.settings["strategy"], row.settings.get("memory.fit", "")), row)
     return [*found.values()]
+
+
+def is_limited_by_memory(claim: Claim, case: Case) -> bool:
+    """Return whether what a client trains in a case is decided by true bytes."""
+    settings = plain_settings(claim, case)
+    return settings.memory.model == "traced" and not any(device.keep for device in load_fleet(settings.fleet).devices)
+
+
+def has_whole_model(claim: Claim, case: Case, there: Sequence[Standing]) -> bool:
+    """Return whether the whole model has a record in a case: in less memory, or in a plain step where that fits everywhere."""
+    fits = situation_of(claim, case).poorest == 1
+    averaged = [each.row for each in there if each.recorded and each.row.settings.get("strategy") == SIMPLEST]
+    return any(fits or row.settings.get("memory.fit") for row in averaged)
 
 
 def plain_settings(claim: Claim, case: Case) -> Settings:
@@ -113,12 +127,18 @@ def row_of(standing: Standing) -> dict[str, Any]:
         "strategy": standing.row.settings.get("strategy", ""),
         "fit": standing.row.settings.get("memory.fit", ""),
         "advice": dict(standing.row.advice),
-        "accuracy": round(accuracy, 2),  # differences of rounded figures would not be those of the claims' pages
+        "rate": standing.runs[0].rate or 0.0,
+        "accuracy": accuracy,  # not rounded: differences of rounded figures would not be those of the claims' pages
         "seeds": len(standing.by_seed),
         "rounds": standing.runs[0].rounds,
         "participation": round(100 * (participation or 0.0), 1),
-        "seconds": {storage: round(standing.seconds(storage) or 0.0, 1) for storage in STORAGE},
+        "seconds": {storage: seconds_of(standing, storage) for storage in STORAGE},
     }
+
+
+def seconds_of(standing: Standing, storage: str) -> float:
+    """Return the simulated seconds that a run of a row takes, the mean over its seeds."""
+    return round(standing.average(lambda run: run.simulated[storage]) or 0.0, 1)
 
 
 def behind(standing: Standing, ran: Sequence[Standing]) -> dict[str, float]:

@@ -43,7 +43,8 @@ def recommend(
     text = reason_text(simple, chosen, useful)
     if ahead := ahead_of(chosen, everyone, case):
         text, chosen = f"{what_it_trains(ahead.row)} {rival_text(ahead, chosen)}".strip(), ahead.row
-    text = f"{text} {time_text(chosen, [*rows, *others], case)} {advice_text(chosen['strategy'], nearest)}"
+    text = f"{text} {rate_text(chosen, case)} {time_text(chosen, [*rows, *others], case)}"
+    text = f"{text} {advice_text(chosen['strategy'], nearest)}"
     text = " ".join(text.split())
     changes: dict[str, Any] = {"strategy": chosen["strategy"]}
     changes |= {"memory.fit": chosen["fit"]} if chosen["fit"] else {}
@@ -116,11 +117,22 @@ def advice_text(strategy: str, case: Case | None) -> str:
     return f"With {given} it had {row['accuracy']:.1f} % in what was measured nearest."
 
 
+def rate_text(chosen: Row, case: Case | None) -> str:
+    """Return with which rate a row trained in a case; the default rate may be far from it."""
+    row = plain_rows(case).get((chosen["strategy"], chosen["fit"]))
+    if row is None or not row["rate"]:
+        return ""
+    return f"What was measured nearest had training.lr = {row['rate']:g} for {chosen['strategy']}: try rates around that one."
+
+
 def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
-    """Return what to compare if time counts: systems that came as far with more rounds as soon."""
+    """Return what to compare if time counts: systems that came as far with more rounds as soon.
+
+    They were measured, so a narrow model of few parameters is one of them.
+    """
     if case is None:
         return ""
-    able = [row for row in rows if row["participation"] > row["swapping"] and row["covered"] >= USEFUL]
+    able = [row for row in rows if row["participation"] > row["swapping"]]
     possible = {row["strategy"]: row for row in able if row["strategy"] != chosen["strategy"]}
     best, said = case.rows[0], []
     for name, found in ((row["strategy"], row) for row in as_quick(case)):
@@ -130,14 +142,14 @@ def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
             part = possible[name]["participation"] - possible[name]["swapping"]
             who = "" if part == 1 else f" (by {format_share(part)} of the clients)"
             said.append(
-                f"{name}{who}, which had {found['accuracy']:.1f} % with {found['rounds']} rounds (here {times:g} of them take "
-                f"{longer:.1f} times as long as one of {chosen['strategy']})"
+                f"{name}{who}, which had {found['accuracy']:.1f} % with {found['rounds']} rounds (here they take {longer:.1f} "
+                f"times as long as {best['rounds']} of {chosen['strategy']})"
             )
     if not said:
         return ""
     return (
         f"If time counts more than rounds, compare {' and '.join(said)}: in what was measured nearest, that took no longer "
-        f"than {best['rounds']} of {best['name']} ({best['accuracy']:.1f} %)."
+        f"than {best['rounds']} rounds of {best['name']} ({best['accuracy']:.1f} %)."
     )
 
 

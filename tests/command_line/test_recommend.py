@@ -95,6 +95,7 @@ def test_what_was_ahead_in_the_nearest_case_is_recommended_if_every_device_can_d
                 "seconds": {"sd": 60.0},
                 "plain": True,
                 "advice": {},
+                "rate": 0.01,
             }
             | {"ahead_of": ahead if name == leader else {}}
             for name, each in accuracies.items()
@@ -109,7 +110,8 @@ def test_what_was_ahead_in_the_nearest_case_is_recommended_if_every_device_can_d
     assert pieces["text"] == (
         "Every device trains the whole model in pieces that fit it. Every device could do fedavg with memory.fit too, but in "
         "what was measured nearest that was 2.1 points of accuracy behind after as many rounds (one seed). A round takes 40 s "
-        "here, and 1 min 0 s by fedavg with memory.fit."
+        "here, and 1 min 0 s by fedavg with memory.fit. What was measured nearest had training.lr = 0.01 for fedepth: try "
+        "rates around that one."
     )
     narrow = found(rows, {"fedavg": 5.0, "fedepth": 3.0}, fedepth=44.0, fedavg=42.0, allsmall=47.0)
     assert narrow["settings"] == {"strategy": "allsmall"}
@@ -172,23 +174,27 @@ def test_the_command_of_a_recommendation_has_what_has_an_effect() -> None:
     ]
 
 
+RATE = "What was measured nearest had training.lr = 0.04 for fedavg: try rates around that one."
+
+
 def test_if_time_counts_a_row_with_more_rounds_is_named() -> None:
     """It took no longer than the best row on any storage, and is another system. If some devices cannot do it, that is said."""
     rows = [row("fedavg", 0.2), row("fedavg", 1.0, fit="auto"), row("allsmall", 1.0, 0.3)]
 
     def said(rows: Any, name: str, others: Any = (), **seconds: float) -> str:
         best = {"strategy": "fedavg", "fit": "auto", "seconds": {"sd": 100.0, "nvme": 50.0}, "name": "FedAvg, auto"}
-        best |= {"accuracy": 50.0, "ahead_of": {}, "rounds": 60, "plain": True, "advice": {}}
+        best |= {"accuracy": 50.0, "ahead_of": {}, "rounds": 60, "plain": True, "advice": {}, "rate": 0.04}
         more = {"seconds": seconds, "verdict": "ahead", "rounds": 150, "accuracy": 52.34}
         longer = [{"strategy": each} | more for each in ("splitmix", name)]
         case: Any = SimpleNamespace(rows=[best], longer=longer)
         advice = recommend(SIMPLE, rows, attacked=False, case=case, others=others)
         assert advice is not None
         assert advice["settings"] == {"strategy": "fedavg", "memory.fit": "auto"}
+        assert RATE in advice["text"]
         return str(advice["text"].partition("If time counts ")[2])
 
-    one = "which had 52.3 % with 150 rounds (here 2.5 of them take 1.7 times as long as one of fedavg)"
-    then = "in what was measured nearest, that took no longer than 60 of FedAvg, auto (50.0 %)."
+    one = "which had 52.3 % with 150 rounds (here they take 1.7 times as long as 60 of fedavg)"
+    then = "in what was measured nearest, that took no longer than 60 rounds of FedAvg, auto (50.0 %)."
     hint = f"more than rounds, compare allsmall, {one}: {then}"
     both = f"more than rounds, compare splitmix, {one} and allsmall, {one}: {then}"
     assert said([*rows, row("splitmix", 1.0, 0.3)], "allsmall", sd=100.0, nvme=50.0) == both
@@ -199,7 +205,7 @@ def test_if_time_counts_a_row_with_more_rounds_is_named() -> None:
     some = said([*rows[:2], row("allsmall", 0.9, 0.3)], "allsmall", sd=90.0, nvme=40.0)
     assert some == hint.replace("allsmall, which", "allsmall (by 90% of the clients), which")
     assert said([*rows[:2], row("allsmall", 0.0, 0.3)], "allsmall", sd=90.0, nvme=40.0) == ""
-    assert said([*rows[:2], row("allsmall", 1.0, 0.004)], "allsmall", sd=90.0, nvme=40.0) == ""
+    assert said([*rows[:2], row("allsmall", 1.0, 0.004)], "allsmall", sd=90.0, nvme=40.0) == hint
     assert said(rows[:2], "allsmall", sd=90.0, nvme=40.0) == ""
 
 
