@@ -5,13 +5,12 @@ Such a module stays in its process and in the workers of the engine `local`, whi
 
 import copy
 import hashlib
-import inspect
 import pickle
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType
 from typing import TYPE_CHECKING
+
+from piecework.models.imported.facts import facts, is_own, of_attribute
 
 if TYPE_CHECKING:  # lists of settings read names of models without loading torch
     from torch import Tensor, nn
@@ -29,26 +28,33 @@ def is_object(name: str) -> bool:
 def name_object(module: "nn.Module") -> str:
     """Return the name of a module, `object:CLASS-DIGEST`, under which models are found from now on.
 
-    The digest is of all that decides how it computes (code, sizes, plain attributes, hooks, what is frozen), but not of its
-    weights, so a module of the same kind goes on with a run that another one began. Raises ValueError for a module that cannot
+    The digest is of all that decides how it computes (code, sizes, attributes, hooks, what is frozen), but not of its weights,
+    so a module of the same kind goes on with a run that another one began. Raises ValueError for a module that cannot
     be trained.
     """
     require_trainable(module, type(module).__name__)
-    found = hashlib.sha256(repr(module).encode())
+    found, seen = hashlib.sha256(repr(module).encode()), dict[int, tuple[int, object]]()
     for name, array in module.state_dict(keep_vars=True).items():
         found.update(f"{name} {tuple(array.shape)} {array.requires_grad}".encode())
     for path, part in module.named_modules():
         for key, value in sorted(vars(part).items()):
             if key not in HELD:
-                # hooks are found by numbers that the process counts
-                plain = list(value.values()) if isinstance(value, Mapping) and key.endswith("_hooks") else value
-                found.update(f"{path}.{key}".encode() + _facts(plain))
-    own = {kind for part in module.modules() for kind in type(part).__mro__ if _is_own(kind)}
-    for kind in sorted(own, key=lambda kind: kind.__qualname__):
-        found.update(_functions_of(kind))
+                found.update(f"{path}.{key}".encode() + of_attribute(key, value, seen))
+    for kind in (kind for part in module.modules() for kind in type(part).__mro__ if is_own(kind)):
+        found.update(facts(kind, seen))
     name = f"{OBJECT}:{type(module).__name__}-{found.hexdigest()[:12]}"
-    _MODULES[name] = module
+    _know(name, module)
     return name
+
+
+def _know(name: str, module: "nn.Module") -> None:
+    """Have a name stand for a module. What is kept of another one that had the name may not be true of this one."""
+    before = _MODULES.get(name, module)
+    _MODULES[name] = module
+    if before is not module:
+        from piecework.models.imported.atoms import cut
+
+        cut.cache_clear()
 
 
 def require_trainable(module: "nn.Module", name: str) -> None:
@@ -70,48 +76,21 @@ def require_trainable(module: "nn.Module", name: str) -> None:
         raise ValueError(f"model = {name!r} has no parameter to train: set requires_grad of one that is to be trained")
 
 
-def _is_own(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in ("torch", "builtins")
-
-
 def code_of(kind: type) -> bytes:
     """Return what tells the code of a class from another: its file, or its functions' code where it has no file.
 
     It is empty for the classes of torch and Python.
     """
-    if not _is_own(kind):
+    if not is_own(kind):
         return b""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return Path(file).read_bytes() if file is not None and Path(file).is_file() else _functions_of(kind)
+    return Path(file).read_bytes() if file is not None and Path(file).is_file() else facts(kind)
 
 
 def may_view(part: "nn.Module") -> bool:
     """Return whether a part calls a module of the user's, not recorded, in whose code `view` occurs."""
     kinds = {kind for module in part.modules() for kind in type(module).__mro__}
     return any(b"view" in code_of(kind) for kind in kinds if kind.__module__.partition(".")[0] != "piecework")
-
-
-def _functions_of(kind: type) -> bytes:
-    return b"".join(_facts(each) for each in vars(kind).values() if inspect.isfunction(each))
-
-
-def _facts(value: object) -> bytes:
-    """Return what tells a value from another: all of a plain one and of a function, else its type."""
-    if isinstance(value, bool | int | float | str | bytes | None):
-        return repr(value).encode()
-    if isinstance(value, list | tuple):
-        return b"[" + b",".join(map(_facts, value)) + b"]"
-    if isinstance(value, Mapping):
-        return b"{" + b",".join(_facts(key) + b":" + _facts(each) for key, each in value.items()) + b"}"
-    if inspect.isfunction(value):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return _bytes_of(value.__code__) + _facts(value.__defaults__) + b"".join(map(_facts, cells))
-    return f"{type(value).__module__}.{type(value).__qualname__}".encode()
-
-
-def _bytes_of(code: CodeType) -> bytes:
-    constants = [_bytes_of(each) if isinstance(each, CodeType) else repr(each).encode() for each in code.co_consts]
-    return b"".join([code.co_code, *constants, *(name.encode() for name in code.co_names)])
 
 
 def is_known(name: str) -> bool:
@@ -153,4 +132,4 @@ def dump_object(name: str) -> bytes:
 
 def take_object(name: str, dumped: bytes) -> None:
     """Know a module that the parent process has dumped."""
-    _MODULES[name] = pickle.loads(dumped)  # noqa: S301 (written by the parent process, never from a network)
+    _know(name, pickle.loads(dumped))  # noqa: S301 (written by the parent process, never from a network)
