@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from piecework.device_profiles.dispatch import Mode, without_data
+from piecework.models.imported.caches import apart
 from piecework.models.imported.contexts import drawing_alike, restored
 from piecework.models.imported.graph import UntraceableError
 from piecework.models.imported.logits import zeros_like_examples
@@ -100,7 +101,7 @@ def _operators(function: nn.Module, source: Source, vocabulary: int, training: b
     learned = [each for each in function.parameters() if each.requires_grad]
     function.train(training)
     try:
-        with drawing_alike(), without_data(), torch.set_grad_enabled(training), _Count([x, *learned]) as count:
+        with apart(), drawing_alike(), without_data(), torch.set_grad_enabled(training), _Count([x, *learned]) as count:
             logits: Tensor = function(x)
             count.forward = False
             if training:

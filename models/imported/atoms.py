@@ -6,11 +6,10 @@ A device builds an atom from a copy of the module without values, and reads its 
 import copy
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from inspect import Parameter, signature
 from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import Any
@@ -24,9 +23,11 @@ from piecework.models.cascade import Atom, Blueprint, Shape, unset_weights, weig
 from piecework.models.channels import channel_axes
 from piecework.models.imported.agreement import require_same_operators
 from piecework.models.imported.boundaries import choose, is_weighted
+from piecework.models.imported.caches import apart, caches_of, find_caches, keep_caches, watching
 from piecework.models.imported.constants import find_needed, is_device
 from piecework.models.imported.contexts import drawing_alike, restored
 from piecework.models.imported.graph import UntraceableError, as_module
+from piecework.models.imported.initial import allocate, needs_arguments, take_initial
 from piecework.models.imported.logits import EXAMPLES, logits_of, require_logits_in_training, require_stateless
 from piecework.models.imported.module import (
     Source,
@@ -82,12 +83,16 @@ def cut(source: Source) -> CutModule:
 
 
 def _whole_cut(source: Source) -> CutModule:
-    with without_data(), unset_weights():
+    with without_data(), unset_weights(), apart(find_caches([find_make(source.name)])):
         root = make(source).eval()
     require_state(root, source)
     require_freed(root, source)
     require_trainable(root, source.name)
-    with restored(root), kept_buffers(root, source):  # what passes assign is no part of the model that a device builds
+    with (
+        restored(root),
+        kept_buffers(root, source),
+        watching(caches_of(root)),
+    ):  # what passes assign is no part of the model that a device builds
         return _recorded_cut(root, source)
 
 
@@ -151,7 +156,7 @@ def _narrow_cut(source: Source) -> CutModule:
         own = {n.removeprefix(f"{unit}."): each for n, each in axes.items() if n.startswith(f"{unit}.")}
         try:
             narrow(part, own, kept)
-            with torch.no_grad(), without_data():
+            with torch.no_grad(), without_data(), apart(caches_of(part)):
                 x = part(x)
         except (ValueError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
@@ -275,53 +280,21 @@ def build_part(source: Source, digest: str, number: int) -> nn.Module:
         module = copy.deepcopy(found.parts[number])
         if number in found.viewing:
             keep_layout(module)
+        keep_caches(module)
     without_values, traced = torch.get_default_device().type == "meta", is_in_torch_dispatch_mode()
     if without_values and not traced:
         return module
-    _allocate(module)
+    allocate(module)
     if without_values:
         return module
     for layer in module.modules():
-        if callable(reset := getattr(layer, "reset_parameters", None)) and not _needs_arguments(reset):
+        if callable(reset := getattr(layer, "reset_parameters", None)) and not needs_arguments(reset):
             reset()
     if not weights_are_unset() and not traced:
         whole = make(source)
         require_finite(whole, source)
-        _draw(module, whole)
+        take_initial(module, whole)
     return module
-
-
-def _needs_arguments(function: Callable[..., Any]) -> bool:
-    """Return whether a function cannot be called without arguments."""
-    needed = [each for each in signature(function).parameters.values() if each.default is Parameter.empty]
-    return any(each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for each in needed)
-
-
-def _draw(module: nn.Module, whole: nn.Module) -> None:
-    """Take the initial weights of the whole module. A narrower one has those of torch's layers, and parts of other arrays."""
-    arrays = whole.state_dict()
-    layers = {path: hasattr(layer, "reset_parameters") for path, layer in module.named_modules()}
-    for name, array in module.state_dict().items():
-        if array.shape == arrays[name].shape:
-            array.copy_(arrays[name])
-        elif not layers[name.rpartition(".")[0]]:
-            array.copy_(arrays[name][tuple(map(slice, array.shape))])
-
-
-def _allocate(module: nn.Module) -> None:
-    """Give the parameters and buffers of a module without values memory. What layers share, they share afterwards."""
-    made: dict[int, Any] = {}
-    for layer in module.modules():
-        for held in (layer._parameters, layer._buffers):
-            for name, array in held.items():
-                if array is None:
-                    continue
-                if id(array) not in made:
-                    empty = torch.empty(array.shape, dtype=array.dtype)
-                    made[id(array)] = (
-                        nn.Parameter(empty, array.requires_grad) if isinstance(array, nn.Parameter) else empty
-                    )
-                held[name] = made[id(array)]
 
 
 def imported(

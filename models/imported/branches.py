@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from piecework.device_profiles.dispatch import without_data
+from piecework.models.imported.caches import apart
 from piecework.models.imported.calls import CHANGES
 from piecework.models.imported.constants import is_length
 from piecework.models.imported.logits import NUMBERS, zeros_like_examples
@@ -76,7 +77,7 @@ class Branches:
             for run, number in zip(self.runs, NUMBERS, strict=True):
                 run.args_iter = iter([zeros_like_examples(self.source, self.vocabulary, number)])
         try:
-            with torch.no_grad(), without_data():
+            with torch.no_grad(), without_data(), apart():
                 return [run.run_until(asked) for run in self.runs]
         except Exception:  # what the module cannot compute is said where it is evaluated
             return []

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from piecework.models.imported.caches import apart
 from piecework.models.imported.calls import is_in_place
 from piecework.models.imported.gradients import GradientTracer, refuse_own_backward
 
@@ -24,6 +25,7 @@ MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch
 def recording(tracer: GradientTracer, root: nn.Module) -> Iterator[None]:
     """Record what is called, and leave torch and the module as they were."""
     with (
+        apart(),
         _RecordMakers(tracer),
         _keep_buffers(root),
         _record_lengths_and_types(tracer),

@@ -102,7 +102,7 @@ def _of_callable(value: Any, seen: Seen) -> bytes:
     if isinstance(value, FunctionType):
         return _of_function(value, seen)
     if isinstance(value, type):
-        return _name(value).encode() + (_of_class(value, seen) if _is_written(value) else b"")
+        return _name(value).encode() + (_of_class(value, seen) if is_written(value) else b"")
     for parts in PARTS:
         if all(hasattr(value, part) for part in parts):
             return _name(type(value)).encode() + _listed([getattr(value, part) for part in parts], seen)
@@ -116,16 +116,16 @@ def _of_builtin(value: Any, seen: Seen) -> bytes:
     return f"{getattr(value, '__module__', '')}.{value.__qualname__}".encode() + bound
 
 
-def _is_written(kind: type) -> bool:
+def is_written(kind: type) -> bool:
     """Return whether a class is the user's own, and not of an installed package."""
-    return is_own(kind) and not _is_installed(kind.__module__)
+    return is_own(kind) and not is_installed(kind.__module__)
 
 
 def _of_function(function: FunctionType, seen: Seen) -> bytes:
     """Return what a function does. Of an installed one, that is its name and code: what it reads is installed too."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     own = _listed((function.__code__, function.__defaults__, function.__kwdefaults__, cells), seen)
-    if _is_installed(str(function.__globals__.get("__name__"))):
+    if is_installed(str(function.__globals__.get("__name__"))):
         return function.__qualname__.encode() + own
     names = sorted({*_global_names(function.__code__)} & function.__globals__.keys())
     return own + b"".join(f"{name}=".encode() + _of_global(function.__globals__[name], seen) for name in names)
@@ -163,7 +163,7 @@ def _of_class(kind: type, seen: Seen) -> bytes:
     }
     stated |= {key: value for key, value in vars(kind).items() if isinstance(value, property)}
     found = [f"{key}=".encode() + _of_member(value, seen) for key, value in sorted(stated.items())]
-    bases = [base for base in kind.__bases__ if _is_written(base)]
+    bases = [base for base in kind.__bases__ if is_written(base)]
     return b";".join(found) + b"".join(facts(base, seen) for base in bases)
 
 
@@ -217,7 +217,7 @@ def _of_tensor(array: Any) -> bytes:
     return sizes + repr(array.detach().cpu().tolist()).encode()
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Return whether a module is Python's, this project's, or of a package that is installed."""
     top = module.partition(".")[0]
     file = getattr(sys.modules.get(module), "__file__", None) or ""

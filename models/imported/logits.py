@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from piecework.device_profiles.dispatch import without_data
+from piecework.models.imported.caches import apart
 from piecework.models.imported.module import Source, place_of
 
 EXAMPLES = 2
@@ -23,7 +24,7 @@ def zeros_like_examples(source: Source, vocabulary: int, examples: int = EXAMPLE
 def logits_of(function: Any, source: Source, vocabulary: int, examples: int = EXAMPLES) -> Tensor:
     """Return the logits of examples without values. Raises ValueError if there are none of the right shape."""
     try:
-        with torch.no_grad(), without_data():
+        with torch.no_grad(), without_data(), apart():
             found = function(zeros_like_examples(source, vocabulary, examples))
     except Exception as error:
         shape = "x".join(map(str, source.input_shape))
@@ -53,7 +54,7 @@ def require_logits_in_training(root: nn.Module, source: Source, vocabulary: int)
     """Raise ValueError if a module returns something else in training, as with auxiliary logits. It stays in evaluation."""
     root.train()
     try:
-        with torch.no_grad(), without_data():
+        with torch.no_grad(), without_data(), apart():
             found = root(zeros_like_examples(source, vocabulary))
     except Exception:  # what it cannot compute is said where it is evaluated or priced
         return
