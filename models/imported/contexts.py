@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from piecework.models.imported.caches import apart
 from piecework.models.imported.calls import is_in_place
+from piecework.models.imported.containers import contents_of, restore
 from piecework.models.imported.gradients import GradientTracer, refuse_own_backward
 
+INTERNAL = set(vars(nn.Module()))  # attributes in which torch itself keeps something
 SEED = 2358105927  # one that no module sets in its forward pass, which would not be seen then
 # Tensors that a forward pass makes are made anew in each pass, like those that torch's layers make.
 MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
@@ -143,13 +145,18 @@ def drawing_alike() -> Iterator[None]:
 def restored(root: nn.Module, chosen: Callable[[Any], bool] = lambda _: True) -> Iterator[list[str]]:
     """Give attributes of modules the values back that they had, if those that they have now are `chosen`.
 
-    The list that is yielded has their names in the end.
+    What dicts, lists, sets and plain objects among them hold is given back, too. The list that is yielded has the names in the
+    end.
     """
     before = {module: dict(vars(module)) for module in root.modules()}
+    held = [
+        (name, contents_of([value])) for own in before.values() for name, value in own.items() if name not in INTERNAL
+    ]
     changed = list[str]()
     try:
         yield changed
     finally:
+        changed += [name for name, contents in held if restore(contents, chosen)]
         for module, own in before.items():
             attributes = vars(module)
             unlike = [name for name, value in attributes.items() if name not in own or own[name] is not value]

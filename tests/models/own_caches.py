@@ -1,7 +1,7 @@
 """Modules of a user whose masks are kept by functions, files and classes from one pass to the next."""
 
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 MASKS: dict[int, Tensor] = {}
 
 
-@lru_cache(maxsize=None)
+@cache
 def cached_mask(n: int) -> Tensor:
     return torch.triu(torch.full((n, n), float("-inf")), diagonal=1)
 
@@ -24,7 +24,7 @@ def kept_mask(n: int) -> Tensor:
 class Attention(nn.Module):
     """Attention with a mask that is kept somewhere."""
 
-    tables: dict[int, Tensor] = {}
+    tables: ClassVar[dict[int, Tensor]] = {}
 
     def __init__(self, kept: str, dropping: bool) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """Modules of a user that say what recorded calls cannot say of gradients, and one that says nothing by it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,3 +100,43 @@ def centred(num_classes: int, input_shape: Any) -> nn.Module:
 
 def scaled(num_classes: int, input_shape: Any) -> nn.Module:
     return Net(num_classes, Scaled())
+
+
+class Counting(nn.Module):
+    """A layer that warms up with its passes, which it counts in a container."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.count: Any = {"dict": {"n": 0}, "list": [0], "nested": {"of": [{"n": 0}]}, "object": SimpleNamespace(n=0)}[
+            kind
+        ]
+
+    def counted(self) -> int:
+        held: Any = self.count
+        if isinstance(held, SimpleNamespace):
+            held.n += 1
+            return int(held.n)
+        place: Any = 0 if isinstance(held, list) else "n"
+        held = held["of"][0] if isinstance(held, dict) and "of" in held else held
+        held[place] += 1
+        return int(held[place])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * min(1.0, self.counted() / 4)
+
+
+def counts_in_dict(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Counting("dict"))
+
+
+def counts_in_list(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Counting("list"))
+
+
+def counts_within(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Counting("nested"))
+
+
+def counts_in_object(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Counting("object"))

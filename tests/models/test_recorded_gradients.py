@@ -23,7 +23,10 @@ def original(name: str) -> str:
     return name.partition(".")[2] if name.startswith("head") else name.split(".", 2)[2]
 
 
-@pytest.mark.parametrize("function", ["rounded", "gated", "centred", "scaled"])
+COUNTING = ["counts_in_dict", "counts_in_list", "counts_within", "counts_in_object"]
+
+
+@pytest.mark.parametrize("function", ["rounded", "gated", "centred", "scaled", *COUNTING])
 def test_layers_learn_what_they_do_in_the_module(function: str) -> None:
     source = source_of(function)
     whole, batch = make(source), torch.randn(8, *DIGIT, generator=torch.Generator().manual_seed(0))
@@ -57,3 +60,10 @@ def test_functions_of_torch_are_as_they_were() -> None:
     cut.cache_clear()
     cut(source_of("rounded"))
     assert (torch.autograd.Function.__dict__["apply"], torch.ones, torch.zeros) == before
+
+
+@pytest.mark.parametrize("function", COUNTING)
+def test_a_count_that_no_file_has_keeps_the_module_whole(function: str) -> None:
+    found = cut(source_of(function))
+    assert found.reason == "Net: its forward pass changes 'count', which no file has"
+    assert found.parts[0].middle.count == make(source_of(function)).middle.count  # type: ignore[union-attr]
