@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from piecework.models.imported.caches import apart
 from piecework.models.imported.calls import is_in_place
 from piecework.models.imported.containers import contents_of, restore
-from piecework.models.imported.gradients import GradientTracer, refuse_own_backward
+from piecework.models.imported.gradients import GradientTracer, refuse_autocast, refuse_own_backward
 
 INTERNAL = set(vars(nn.Module()))  # attributes in which torch itself keeps something
 SEED = 2358105927  # one that no module sets in its forward pass, which would not be seen then
@@ -32,6 +32,7 @@ def recording(tracer: GradientTracer, root: nn.Module) -> Iterator[None]:
         _keep_buffers(root),
         _record_lengths_and_types(tracer),
         refuse_own_backward(),
+        refuse_autocast(tracer),
         _keep_attributes(root),
         torch.enable_grad(),
     ):

@@ -80,6 +80,23 @@ def _contexts() -> tuple[bool, torch.dtype, int]:
 
 
 @contextmanager
+def refuse_autocast(tracer: GradientTracer) -> Iterator[None]:
+    """Have code that is recorded refuse torch.autocast, also where it is turned off: a run may have turned it on outside."""
+    own = torch.autocast.__enter__
+
+    def enter(context: torch.autocast) -> Any:
+        if tracer.recording:
+            tracer.refuse("a part of its forward pass is under torch.autocast, which calls alone do not say")
+        return own(context)
+
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
 def refuse_own_backward() -> Iterator[None]:
     """Have functions with a backward pass of their own refuse recorded values, not record their forward pass alone."""
     own = Function.__dict__["apply"]

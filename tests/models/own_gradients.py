@@ -140,3 +140,45 @@ def counts_within(num_classes: int, input_shape: Any) -> nn.Module:
 
 def counts_in_object(num_classes: int, input_shape: Any) -> nn.Module:
     return Net(num_classes, Counting("object"))
+
+
+class Exact(nn.Module):
+    """A layer in whole precision, whatever is outside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.layer(x.float())
+        return self.other(x)
+
+
+class Decorated(Exact):
+    """The same, all of it."""
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.layer(x.float()))
+
+
+class Halved(Exact):
+    """A layer in half precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.layer(x)
+        return self.other(x.float())
+
+
+def exact(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Exact())
+
+
+def decorated(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Decorated())
+
+
+def halved(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, Halved())

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from piecework.models.cascade import Cascade, unset_weights
@@ -18,6 +19,14 @@ def source_of(function: str) -> Source:
     return Source(f"{Path(__file__).with_name('own_gradients.py')}:{function}", 10, DIGIT, "running")
 
 
+def cascade_of(source: Source, whole: nn.Module) -> Cascade:
+    """The cut module with the weights of the whole one."""
+    with unset_weights():
+        cascade = Cascade(build_blueprint(source.name, num_classes=10, input_shape=DIGIT, batch_norm="running"))
+    cascade.load_state_dict({name: whole.state_dict()[original(name)] for name in cascade.state_dict()})
+    return cascade
+
+
 def original(name: str) -> str:
     """The name that an array has in the module itself."""
     return name.partition(".")[2] if name.startswith("head") else name.split(".", 2)[2]
@@ -30,9 +39,7 @@ COUNTING = ["counts_in_dict", "counts_in_list", "counts_within", "counts_in_obje
 def test_layers_learn_what_they_do_in_the_module(function: str) -> None:
     source = source_of(function)
     whole, batch = make(source), torch.randn(8, *DIGIT, generator=torch.Generator().manual_seed(0))
-    with unset_weights():
-        cascade = Cascade(build_blueprint(source.name, num_classes=10, input_shape=DIGIT, batch_norm="running"))
-    cascade.load_state_dict({name: whole.state_dict()[original(name)] for name in cascade.state_dict()})
+    cascade = cascade_of(source, whole)
     for module in (cascade, whole):
         for _ in range(2):
             F.cross_entropy(module.train()(batch), torch.arange(8)).backward()
@@ -49,17 +56,30 @@ def test_layers_learn_what_they_do_in_the_module(function: str) -> None:
         ("rounded", ["first", "middle", "last"]),
         ("centred", ["first", "middle", "last"]),
         ("scaled", ["first", "middle_layer", "last"]),
+        ("exact", ["first", "middle", "last"]),
+        ("decorated", ["first", "middle", "last"]),
+        ("halved", ["first", "middle", "last"]),
     ],
 )
 def test_only_that_layer_is_whole(function: str, names: list[str]) -> None:
     assert list(cut(source_of(function)).names) == names
 
 
+@pytest.mark.parametrize("function", ["exact", "decorated", "halved"])
+def test_a_layer_has_the_precision_that_it_has_in_the_module(function: str) -> None:
+    source = source_of(function)
+    whole, batch = make(source).eval(), torch.randn(8, *DIGIT, generator=torch.Generator().manual_seed(0))
+    cascade = cascade_of(source, whole).eval()
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert torch.equal(cascade(batch), whole(batch))
+
+
 def test_functions_of_torch_are_as_they_were() -> None:
-    before = torch.autograd.Function.__dict__["apply"], torch.ones, torch.zeros
+    before = torch.autograd.Function.__dict__["apply"], torch.ones, torch.zeros, torch.autocast.__enter__
     cut.cache_clear()
     cut(source_of("rounded"))
-    assert (torch.autograd.Function.__dict__["apply"], torch.ones, torch.zeros) == before
+    assert (torch.autograd.Function.__dict__["apply"], torch.ones, torch.zeros, torch.autocast.__enter__) == before
 
 
 @pytest.mark.parametrize("function", COUNTING)
