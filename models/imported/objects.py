@@ -72,6 +72,11 @@ def require_trainable(module: "nn.Module", name: str) -> None:
             raise ValueError(f"model = {name!r}: {path} has no shape yet: pass an example through the module before")
         if str(array.dtype) != "torch.float32":
             raise ValueError(f"model = {name!r}: {path} is {array.dtype}: parameters are float32 (module.float())")
+        if array._backward_hooks or getattr(array, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"model = {name!r}: {path} has a hook, which the parameters that devices build would not have: change "
+                "gradients in the forward pass, or by a hook on the layer (register_full_backward_hook)"
+            )
     if not any(array.requires_grad for array in module.parameters()):
         raise ValueError(f"model = {name!r} has no parameter to train: set requires_grad of one that is to be trained")
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from piecework.models.cascade import initial_state
+from piecework.models.imported.objects import name_object
 from piecework.models.zoo import build_blueprint
 
 
@@ -116,7 +117,25 @@ class Lent(Sliced):
         self.small.weight = nn.Parameter(self.fc.weight.data[:5])
 
 
+class Masked(Head):
+    """Has a hook on a parameter."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__(classes)
+        self.fc.weight.register_hook(lambda gradient: gradient * 0.0)
+
+
+class Followed(Head):
+    """Has a hook on a parameter's whole gradient."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__(classes)
+        self.fc.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 WRONG = {
+    "Masked": r"fc.weight has a hook, .*: change gradients in the forward pass, or by a hook on the layer \(register_full",
+    "Followed": "fc.bias has a hook",
     "Sliced": r"'first' lies in the memory of 'table', .*: keep a copy of it \(clone\(\)\)",
     "Lent": "'small.weight' lies in the memory of 'fc.weight'",
     "Listed": "Listed keeps 'scales' outside its state dict",
@@ -132,6 +151,12 @@ WRONG = {
 def test_what_is_wrong_with_a_module(name: str) -> None:
     with pytest.raises(ValueError, match=WRONG[name]):
         build_blueprint(f"{__file__}:{name}", num_classes=10, input_shape=(1, 8, 8))
+
+
+@pytest.mark.parametrize("name", ["Masked", "Followed"])
+def test_a_hook_on_a_parameter_of_an_object_is_seen(name: str) -> None:
+    with pytest.raises(ValueError, match="has a hook"):
+        name_object({"Masked": Masked, "Followed": Followed}[name](10, None))
 
 
 def test_a_layer_whose_reset_takes_an_argument_has_the_weights_of_its_module() -> None:
