@@ -38,7 +38,8 @@ class GradientTracer(fx.Tracer):
         self.recording = False
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *others: Any, **more: Any) -> fx.Node:
-        """Record a call."""
+        """Record a call. What it makes on the device of the recording's parameters is made on that of its examples."""
+        args, kwargs = fx.node.map_aggregate((args, kwargs), self._place)
         node = super().create_node(kind, target, args, kwargs, *others, **more)
         self._require_contexts()
         if any(each.graph is not self.graph for each in node.all_input_nodes):
@@ -53,6 +54,13 @@ class GradientTracer(fx.Tracer):
         ):
             self.learning.add(node)
         return node
+
+    def _place(self, argument: Any) -> Any:
+        """Return the argument of a call, or the device of the examples in place of `meta`."""
+        if not isinstance(argument, torch.device) or argument.type != "meta":
+            return argument
+        examples = next(node for node in self.graph.nodes if node.op == "placeholder")
+        return super().create_node("call_function", getattr, (examples, "device"), {})
 
     def _has(self, path: str) -> bool:
         """Return whether a module has parameters."""
@@ -82,7 +90,7 @@ def _contexts() -> tuple[bool, torch.dtype, int]:
 @contextmanager
 def refuse_autocast(tracer: GradientTracer) -> Iterator[None]:
     """Have code that is recorded refuse torch.autocast, also where it is turned off: a run may have turned it on outside."""
-    own = torch.autocast.__enter__
+    own: Any = torch.autocast.__enter__
 
     def enter(context: torch.autocast) -> Any:
         if tracer.recording:

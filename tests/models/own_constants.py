@@ -68,6 +68,19 @@ class Making(Causal):
         return (steps[:, None] < steps) & self.mask[:length, :length], self.turns[:length].float()
 
 
+class Placed(Causal):
+    """Makes its mask on the device of its parameters, and takes its input there."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def shared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask and the turns of all layers."""
+        steps = torch.arange(x.to(self.device).shape[2], device=self.device)
+        return steps[:, None] < steps, self.turns[: x.shape[2]].to(device=self.device)
+
+
 class Distant(Causal):
     """Weighs by distances, which it clamps, and makes its mask of two lengths."""
 
@@ -277,6 +290,10 @@ data, diagonal, out, statistics = hiding("data"), hiding("diagonal"), hiding("ou
 
 def drawing(num_classes: int, input_shape: Any) -> nn.Module:
     return Drawing(num_classes)
+
+
+def placed(num_classes: int, input_shape: Any) -> nn.Module:
+    return Placed(num_classes)
 
 
 def measured(num_classes: int, input_shape: Any) -> nn.Module:

@@ -53,6 +53,7 @@ def pair(function: str) -> tuple[Cascade, nn.Module]:
     [
         ("causal", LAYERS),
         ("making", LAYERS),
+        ("placed", LAYERS),
         ("distant", LAYERS),
         ("counting", ["embed"]),
         ("stepping", LAYERS),
@@ -77,6 +78,7 @@ def test_atoms_share_what_nothing_changes(function: str, atoms: list[str]) -> No
     [
         "causal",
         "making",
+        "placed",
         "distant",
         "counting",
         "stepping",
