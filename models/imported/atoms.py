@@ -125,7 +125,7 @@ def _digest(root: nn.Module, parts: Sequence[nn.Module], source: Source) -> str:
     found = hashlib.sha256()
     for part in parts:
         found.update(
-            f"{part}\n{getattr(part, 'code', '')}\n{[tuple(a.shape) for a in part.state_dict().values()]}".encode()
+            f"{part}\n{getattr(part, '_recorded_calls', '')}\n{[tuple(a.shape) for a in part.state_dict().values()]}".encode()
         )
     for code in sorted({code_of(kind) for module in root.modules() for kind in type(module).__mro__}):
         found.update(code)

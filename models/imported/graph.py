@@ -6,6 +6,7 @@ splitter of torch.distributed.pipelining, which is built on it, import the compi
 """
 
 import inspect
+import keyword
 import operator
 import random
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from piecework.models.imported.gradients import GradientTracer
 
 Answer = TypeVar("Answer")
 UNKNOWN = "its forward pass branches on more than lengths, such as values or the number of examples"
+# What torch.fx keeps in the module that runs a graph, where a layer of this name would be in its place or hidden by it.
+GRAPH_NAMES = {"meta", "shape_env", "_code", "_graph", "_prologue_start"} | {*dir(fx.GraphModule)} - {*dir(nn.Module)}
 OPENED = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)  # of torch's own classes, and what derives from these
 
 
@@ -279,20 +282,31 @@ def _trace(tracer: _Tracer, root: nn.Module) -> fx.Graph:
 
 
 class Recorded(nn.Module):
-    """A part of a module: its submodules, run by recorded calls, whose Python is `code`.
+    """A part of a module: its submodules, run by recorded calls, whose Python is `_recorded_calls`.
 
     A GraphModule and its graph refer to each other, so that a dropped one would keep its weights until the next garbage
     collection; this one has no graph, and frees them at once.
     """
 
-    code = ""
+    _recorded_calls = ""  # no name that a layer of the user's may have
+
+
+def runnable(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """Return what runs a graph. Raises UntraceableError for a layer whose name is torch.fx's or Python's own."""
+    for node in graph.nodes:
+        first, *others = str(node.target).split(".") if node.op in ("call_module", "get_attr") else [""]
+        if first in GRAPH_NAMES or any(map(keyword.iskeyword, (first, *others))):
+            raise UntraceableError(
+                f"{type(root).__name__}: torch.fx cannot call what has the name {node.target!r}: rename it"
+            )
+    return fx.GraphModule(root, graph)
 
 
 def as_module(root: nn.Module, graph: fx.Graph) -> Recorded:
     """Return the module that runs a graph on the submodules and parameters of `root`."""
-    made = fx.GraphModule(root, graph)
+    made = runnable(root, graph)
     forward = vars(type(made))["forward"]
-    found: Recorded = type("Recorded", (Recorded,), {"forward": forward, "code": made.code})()
+    found: Recorded = type("Recorded", (Recorded,), {"forward": forward, "_recorded_calls": made.code})()
     found._parameters, found._buffers, found._modules = made._parameters, made._buffers, made._modules
     return found
 

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from piecework.models.imported.branches import Branches, Values
 from piecework.models.imported.calls import copy_views, keep_numbers
 from piecework.models.imported.constants import find_constants, is_length
-from piecework.models.imported.graph import record_calls
+from piecework.models.imported.graph import record_calls, runnable
 from piecework.models.imported.logits import NUMBERS, logits_of
 from piecework.models.imported.module import Source
 
@@ -60,7 +60,7 @@ def record(root: nn.Module, source: Source, vocabulary: int) -> Recording:
 
 def _run(root: nn.Module, graph: fx.Graph, source: Source, vocabulary: int, examples: int) -> dict[fx.Node, Any]:
     """Return what each node returns for a number of examples."""
-    values = Values(fx.GraphModule(root, graph))
+    values = Values(runnable(root, graph))
     logits_of(values.run_all, source, vocabulary, examples)
     return values.env
 

@@ -1,5 +1,6 @@
 """What devices cannot have of a module outside this project is said before a run begins."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from piecework.models.cascade import initial_state
+from piecework.models.cascade import Cascade, initial_state
+from piecework.models.imported.atoms import cut
+from piecework.models.imported.module import Source
 from piecework.models.imported.objects import name_object
 from piecework.models.zoo import build_blueprint
 
@@ -162,3 +165,37 @@ def test_a_hook_on_a_parameter_of_an_object_is_seen(name: str) -> None:
 def test_a_layer_whose_reset_takes_an_argument_has_the_weights_of_its_module() -> None:
     arrays = dict(initial_state(build_blueprint(f"{__file__}:Scaled", num_classes=10, input_shape=(1, 8, 8)), 0))
     assert (arrays["atoms.0.weight"] == 0.5).all()
+
+
+class Titled(nn.Module):
+    """Layers, one of which has a name of torch.fx's, and one in a dict."""
+
+    def __init__(self, name: str, key: str) -> None:
+        super().__init__()
+        self.first, self.name, self.key = nn.Linear(64, 16), name, key
+        self.add_module(name, nn.Linear(16, 16))
+        self.experts, self.last = nn.ModuleDict({key: nn.Linear(16, 16)}), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.experts[self.key](self._modules[self.name](self.first(x.flatten(1)))))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [*((name, "one") for name in ("graph", "meta", "code", "_code", "recompile")), ("mine", "class")],
+)
+def test_a_layer_whose_name_is_taken_keeps_the_module_whole(name: str, key: str) -> None:
+    module = Titled(name, key)
+    found = cut(Source(name_object(module), 10, (1, 8, 8), "running"))
+    taken = "experts.class" if key == "class" else name
+    assert found.reason == f"Titled: torch.fx cannot call what has the name {taken!r}: rename it"
+    assert found.names == ("titled",)
+    x = torch.randn(2, 1, 8, 8)
+    assert torch.equal(
+        Cascade(build_blueprint(name_object(module), num_classes=10, input_shape=(1, 8, 8)))(x), module(x)
+    )
+
+
+def test_a_layer_in_a_layer_may_have_any_name() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Sequential(OrderedDict(graph=nn.Linear(64, 8), code=nn.Linear(8, 10))))
+    assert cut(Source(name_object(module), 10, (1, 8, 8), "running")).names == ("1_graph",)
