@@ -214,7 +214,7 @@ def _vocabulary(root: nn.Module, source: Source) -> int:
 
     others = [layer for layer in root.modules() if hasattr(layer, "weight") and not isinstance(layer, nn.Embedding)]
     hooks = [layer.register_forward_pre_hook(note) for layer in others]
-    with suppress(ValueError):  # it is raised again where the calls are recorded
+    with suppress(ValueError), restored(root):  # it is raised again where the calls are recorded
         logits_of(root, source, first.num_embeddings)
     for hook in hooks:
         hook.remove()

@@ -161,11 +161,22 @@ def require_state(root: nn.Module, source: Source) -> None:
                 f"{where} keeps layers in {unseen[0]!r}, which is no module, so torch does not find their weights: make it an "
                 "nn.ModuleList or nn.ModuleDict"
             )
-        if unsent := [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_complex()]:
-            raise ValueError(
-                f"{where}: the buffer {unsent[0]!r} is {module.get_buffer(unsent[0]).dtype}, which messages do not hold: "
-                "register torch.view_as_real of it, and use torch.view_as_complex in the forward pass"
-            )
+        for name, buffer in module.named_buffers(recurse=False):
+            if advice := _unsent(buffer.dtype):
+                raise ValueError(
+                    f"{where}: the buffer {name!r} is {buffer.dtype}, which messages do not hold: {advice}"
+                )
+
+
+def _unsent(kind: torch.dtype) -> str:
+    """Return what to do about numbers that messages do not hold; empty for those that they do."""
+    if kind.is_complex:
+        return "register torch.view_as_real of it, and use torch.view_as_complex in the forward pass"
+    try:
+        torch.empty(0, dtype=kind, device="cpu").numpy()
+    except TypeError:  # numpy has no such type
+        return f"register it as torch.float32 (float()), and use .to({kind}) in the forward pass"
+    return ""
 
 
 def _require_memory(arrays: Iterable[tuple[str, Tensor]], source: Source) -> None:

@@ -128,10 +128,21 @@ def _without_values(array: "Tensor") -> "Tensor":
 
 
 def dump_object(name: str) -> bytes:
-    """Return a module for a worker process. cloudpickle adds what a notebook defines, which pickle cannot."""
+    """Return a module for a worker process. cloudpickle adds what a notebook defines, which pickle cannot.
+
+    Raises ValueError for a module that cannot be written.
+    """
     import cloudpickle
 
-    dumped: bytes = cloudpickle.dumps(copy_object(name, 0, ()))
+    module = copy_object(name, 0, ())
+    try:
+        dumped: bytes = cloudpickle.dumps(module)
+    except Exception as error:  # whatever the classes of its layers raise, as those with parametrizations do
+        reason = str(error).partition("\n")[0].removesuffix(".")
+        raise ValueError(
+            f"model = {name!r} cannot be sent to worker processes ({type(error).__name__}: {reason}): write a function of "
+            "(num_classes, input_shape) that makes it, and give model = 'FILE.py:FUNCTION'"
+        ) from error
     return dumped
 
 

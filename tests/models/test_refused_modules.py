@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from piecework.models.cascade import Cascade, initial_state
 from piecework.models.imported.atoms import cut
 from piecework.models.imported.module import Source
-from piecework.models.imported.objects import name_object
+from piecework.models.imported.objects import dump_object, name_object
 from piecework.models.zoo import build_blueprint
 
 
@@ -50,6 +50,14 @@ class Rotated(Head):
         self.register_buffer("turns", torch.ones(32, dtype=torch.complex64))
 
 
+class Rounded(Head):
+    """Has numbers that numpy does not have."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__(classes)
+        self.register_buffer("scale", torch.ones(64, dtype=torch.bfloat16))
+
+
 class Auxiliary(Head):
     """Returns more in training."""
 
@@ -79,6 +87,23 @@ class Stateful(nn.Module):
     def forward(self, x: Tensor) -> Any:
         sequence, self.state = self.rnn(x[:, 0], self.state)
         return self.fc(sequence[:, -1])
+
+
+class Turned(nn.Module):
+    """Reads tokens, and keeps a table of the length of the pass before."""
+
+    def __init__(self, classes: int, _: Any) -> None:
+        super().__init__()
+        self.embed, self.middle, self.fc = nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, classes)
+        self.length: Any = None
+        self.table: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.embed(x)
+        if z.shape[1] != self.length:
+            self.length = z.shape[1]
+            self.table = torch.arange(self.length).cos()[:, None]
+        return self.fc(self.middle(z * self.table).mean(1))
 
 
 class Scaled(nn.Module):
@@ -144,6 +169,7 @@ WRONG = {
     "Listed": "Listed keeps 'scales' outside its state dict",
     "Hidden": "Hidden keeps layers in 'layers', .*: make it an nn.ModuleList",
     "Rotated": "Rotated: the buffer 'turns' is torch.complex64, which messages do not hold",
+    "Rounded": r"Rounded: the buffer 'scale' is torch.bfloat16, .* hold: register it as torch.float32 \(float\(\)\), and use",
     "Auxiliary": r"returns a tuple for 2 examples in training \(self.training\): expected logits of shape \(2, 10\); have",
     "Named": r"returns a dict for 2 examples: expected logits of shape \(2, 10\); have",
     "Stateful": "Stateful keeps 'state' from one forward pass to the next",
@@ -154,6 +180,19 @@ WRONG = {
 def test_what_is_wrong_with_a_module(name: str) -> None:
     with pytest.raises(ValueError, match=WRONG[name]):
         build_blueprint(f"{__file__}:{name}", num_classes=10, input_shape=(1, 8, 8))
+
+
+def test_a_table_that_tokens_have_left_is_refused() -> None:
+    with pytest.raises(ValueError, match="Turned keeps 'length' from one forward pass to the next"):
+        build_blueprint(f"{__file__}:Turned", num_classes=10, input_shape=(12,))
+
+
+def test_an_object_that_cannot_be_written_is_refused() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(64, 10)))
+    with pytest.raises(
+        ValueError, match=r"cannot be sent to worker processes \(RuntimeError: .*\): write a function of"
+    ):
+        dump_object(name_object(module))
 
 
 @pytest.mark.parametrize("name", ["Masked", "Followed"])
