@@ -38,7 +38,7 @@ from piecework.models.imported.module import (
     require_state,
 )
 from piecework.models.imported.narrow import kept_channels, narrow
-from piecework.models.imported.objects import code_of, is_object, may_view, require_trainable
+from piecework.models.imported.objects import FORGETTING, code_of, is_object, may_view, require_trainable
 from piecework.models.imported.recording import Recording, record
 from piecework.models.imported.source import find_make, is_own
 from piecework.models.layers import narrowing, scale_channels
@@ -80,6 +80,9 @@ def cut(source: Source) -> CutModule:
     # Tracing has only tensors of its own mode. Code that draws numbers has one cut, here and on the devices.
     with _disable_current_modes(), drawing_alike():
         return _narrow_cut(source) if source.width != 1 else _whole_cut(source)
+
+
+FORGETTING.append(cut.cache_clear)
 
 
 def _whole_cut(source: Source) -> CutModule:

@@ -9,6 +9,7 @@ from piecework.device_profiles.dispatch import without_data
 from piecework.models.imported.caches import apart
 from piecework.models.imported.calls import CHANGES
 from piecework.models.imported.constants import is_length
+from piecework.models.imported.contexts import restored
 from piecework.models.imported.logits import NUMBERS, zeros_like_examples
 from piecework.models.imported.module import Source
 
@@ -76,8 +77,10 @@ class Branches:
             self.graph, self.runs = asked.graph, [Values(self.root, graph=asked.graph) for _ in NUMBERS]
             for run, number in zip(self.runs, NUMBERS, strict=True):
                 run.args_iter = iter([zeros_like_examples(self.source, self.vocabulary, number)])
+        if all(asked in run.env for run in self.runs):
+            return [run.env[asked] for run in self.runs]
         try:
-            with torch.no_grad(), without_data(), apart():
+            with torch.no_grad(), without_data(), apart(), restored(self.root):
                 return [run.run_until(asked) for run in self.runs]
         except Exception:  # what the module cannot compute is said where it is evaluated
             return []

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # lists of settings read names of models without loading torc
 
 HELD = ("_parameters", "_buffers", "_modules", "training")  # of a module, which are looked at by themselves
 OBJECT = "object"  # what stands before the colon of such a name
+FORGETTING: list[Callable[[], object]] = []  # what drops all that was kept by such names
 _MODULES: dict[str, "nn.Module"] = {}
 
 
@@ -52,9 +54,8 @@ def _know(name: str, module: "nn.Module") -> None:
     before = _MODULES.get(name, module)
     _MODULES[name] = module
     if before is not module:
-        from piecework.models.imported.atoms import cut
-
-        cut.cache_clear()
+        for forget in FORGETTING:
+            forget()
 
 
 def require_trainable(module: "nn.Module", name: str) -> None:

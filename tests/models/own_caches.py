@@ -29,6 +29,7 @@ class Attention(nn.Module):
     def __init__(self, kept: str, dropping: bool) -> None:
         super().__init__()
         self.qkv, self.out, self.kept, self.dropping = nn.Linear(16, 48), nn.Linear(16, 16), kept, dropping
+        self.own: dict[int, Tensor] = {}
 
     @staticmethod
     @lru_cache(maxsize=8)
@@ -36,10 +37,11 @@ class Attention(nn.Module):
         return torch.triu(torch.full((n, n), float("-inf")), diagonal=1)
 
     def mask(self, n: int) -> Tensor:
-        if self.kept == "class":
-            if n not in self.tables:
-                self.tables[n] = torch.triu(torch.full((n, n), float("-inf")), diagonal=1)
-            return self.tables[n]
+        if self.kept in ("class", "layer"):
+            tables = self.tables if self.kept == "class" else self.own
+            if n not in tables:
+                tables[n] = torch.triu(torch.full((n, n), float("-inf")), diagonal=1)
+            return tables[n]
         return {"function": cached_mask, "method": self.own_mask, "file": kept_mask}[self.kept](n)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,3 +83,7 @@ def file(num_classes: int, input_shape: Any) -> nn.Module:
 
 def attribute(num_classes: int, input_shape: Any) -> nn.Module:
     return Net(num_classes, "class", dropping=True)
+
+
+def layer(num_classes: int, input_shape: Any) -> nn.Module:
+    return Net(num_classes, "layer", dropping=True)

@@ -7,8 +7,11 @@ import pytest
 import torch
 from helpers import tiny_settings
 
+from piecework.models.cascade import Cascade, unset_weights
 from piecework.models.imported.atoms import cut
-from piecework.models.imported.source import find_make
+from piecework.models.imported.module import Source
+from piecework.models.imported.source import find_make, own_name
+from piecework.models.zoo import build_blueprint
 from piecework.plans.plan import make_plan
 from piecework.plans.question import ask
 
@@ -33,3 +36,15 @@ def test_a_module_computes_after_a_plan_what_it_did_before(name: str, strategy: 
         found = net(x)
         assert found.isfinite().all()
         assert expected is None or torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["function", "function_in_a_whole_layer", "method", "file", "attribute", "layer"])
+def test_its_parts_compute_what_it_does(name: str) -> None:
+    model = f"{Path(__file__).with_name('own_caches.py')}:{name}"
+    net, x = find_make(model)(10, DIGIT).eval(), torch.randn(3, *DIGIT)
+    with unset_weights():
+        cascade = Cascade(build_blueprint(model, num_classes=10, input_shape=DIGIT, batch_norm="running")).eval()
+    assert list(cut(Source(model, 10, DIGIT, "running")).names) == ["embed", "layers_0", "layers_1"]
+    arrays = net.state_dict()
+    cascade.load_state_dict({each: arrays[own_name(each)] for each in cascade.state_dict()})
+    assert torch.equal(cascade(x), net(x))
