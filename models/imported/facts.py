@@ -16,34 +16,18 @@ INSTALLED = {"site-packages", "dist-packages"}
 SELDOM = ("_thread", "logging", "threading", "weakref", "_io")  # modules whose objects say nothing of what is computed
 # What Python notes of a class, which says where it stands and not what it does.
 NOTES = {
-    *(
-        "__module__",
-        "__doc__",
-        "__dict__",
-        "__weakref__",
-        "__annotations__",
-        "__firstlineno__",
-        "__static_attributes__",
-    ),
-    *(
-        "__abstractmethods__",
-        "_abc_impl",
-        "__slotnames__",
-        "__dataclass_fields__",
-        "__dataclass_params__",
-        "__qualname__",
-    ),
-    *("__annotate__", "__annotate_func__", "__annotations_cache__", "__parameters__", "__orig_bases__"),
-}
+    "__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__firstlineno__", "__static_attributes__",
+    "__abstractmethods__", "_abc_impl", "__slotnames__", "__dataclass_fields__", "__dataclass_params__", "__qualname__",
+    "__annotate__", "__annotate_func__", "__annotations_cache__", "__parameters__", "__orig_bases__",
+}  # fmt: skip
 WRITTEN = {  # types whose repr is all that they are
     *("builtins.complex", "builtins.range", "builtins.slice", "builtins.ellipsis", "torch.dtype", "torch.device"),
     *("torch.layout", "torch.memory_format", "re.Pattern", "decimal.Decimal", "fractions.Fraction"),
 }
 # What callable objects are made of: partial functions, methods, and functions whose results are kept.
 PARTS = ("func", "args", "keywords"), ("__func__", "__self__"), ("__wrapped__",)
-Seen = dict[
-    int, tuple[int, object]
-]  # the number of each value that was met, and the value, so that no other has its id
+# The number of each value that was met, and the value, so that no other has its id meanwhile.
+Seen = dict[int, tuple[int, object]]
 
 
 def is_own(kind: type) -> bool:
@@ -195,8 +179,14 @@ def _of_object(value: Any, seen: Seen) -> bytes:
 
 
 def of_attribute(name: str, value: object, seen: Seen) -> bytes:
-    """Return what an attribute is. Hooks of a module are found by numbers that the process counts."""
-    return facts([*value.values()] if isinstance(value, Mapping) and name.endswith("_hooks") else value, seen)
+    """Return what an attribute is, or its type if it is nested too deeply.
+
+    Hooks of a module are found by numbers that the process counts.
+    """
+    try:
+        return facts([*value.values()] if isinstance(value, Mapping) and name.endswith("_hooks") else value, seen)
+    except RecursionError:
+        return _name(type(value)).encode()
 
 
 def _slots(kind: type) -> list[str]:

@@ -83,7 +83,7 @@ def require_trainable(module: "nn.Module", name: str) -> None:
 
 
 def code_of(kind: type) -> bytes:
-    """Return what tells the code of a class from another: its file, or its functions' code where it has no file.
+    """Return what tells the code of a class from another: its file, or what stands in it where it has no file.
 
     It is empty for the classes of torch and Python.
     """

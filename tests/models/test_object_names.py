@@ -155,6 +155,13 @@ def test_a_module_that_cannot_be_told_from_another_has_its_own_cut_nevertheless(
     assert cuts[0] is not cuts[1]
 
 
+def test_what_is_nested_deeply_has_a_name() -> None:
+    nested: Any = SimpleNamespace(scale=1.0)
+    for _ in range(5000):
+        nested = SimpleNamespace(scale=1.0, inner=nested)
+    assert name_object(Net(nested)).startswith("object:Net-")
+
+
 NAMED = """
 import sys
 sys.path[:0] = {paths!r}
