@@ -37,7 +37,7 @@ from piecework.models.imported.module import (
     require_freed,
     require_state,
 )
-from piecework.models.imported.narrow import kept_channels, narrow
+from piecework.models.imported.narrow import kept_channels, narrow, run_narrow
 from piecework.models.imported.objects import FORGETTING, code_of, is_object, may_view, require_trainable
 from piecework.models.imported.recording import Recording, record
 from piecework.models.imported.source import find_make, is_own
@@ -159,8 +159,8 @@ def _narrow_cut(source: Source) -> CutModule:
         own = {n.removeprefix(f"{unit}."): each for n, each in axes.items() if n.startswith(f"{unit}.")}
         try:
             narrow(part, own, kept)
-            with torch.no_grad(), without_data(), apart(caches_of(part)):
-                x = part(x)
+            with apart(caches_of(part)):
+                x = run_narrow(part, x)
         except (ValueError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{whole.name} cannot be cut by width: in {name!r}, {reason}") from error

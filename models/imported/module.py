@@ -97,8 +97,7 @@ def _replaced(layer: nn.BatchNorm1d | nn.BatchNorm2d, batch_norm: str) -> nn.Mod
     change = norm_layer if isinstance(layer, nn.BatchNorm2d) else norm_layer_1d
     norm: Any = change(layer.num_features, batch_norm)
     norm.eps = layer.eps
-    if layer.affine:
-        norm.weight, norm.bias = layer.weight, layer.bias
+    norm.affine, norm.weight, norm.bias = layer.affine, layer.weight, layer.bias
     if batch_norm == "frozen" and layer.track_running_stats:
         norm.load_state_dict(dict(layer.named_buffers()), strict=False)
     replaced: nn.Module = norm

@@ -5,6 +5,7 @@ Which channels belong together is followed through the atoms (models/channels.py
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,31 @@ def narrow(module: nn.Module, axes: Mapping[str, Axes], kept: Channels) -> None:
             _note_sizes(path, layer, sizes)
 
 
+def run_narrow(part: nn.Module, x: Tensor) -> Tensor:
+    """Return what a narrow part makes of x without values. Norms that have no arrays note how many channels they get."""
+
+    def note(norm: Any, inputs: tuple[Tensor, ...]) -> None:
+        if isinstance(norm, nn.GroupNorm):
+            _note_groups(norm, inputs[0].shape[1])
+        else:
+            norm.num_features = inputs[0].shape[1]
+
+    bare = [layer for layer in part.modules() if isinstance(layer, (*NORMS, nn.GroupNorm)) and not layer.state_dict()]
+    hooks = [layer.register_forward_pre_hook(note) for layer in bare]
+    try:
+        with torch.no_grad(), without_data():
+            found: Tensor = part(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _note_groups(norm: nn.GroupNorm, channels: int) -> None:
+    norm.num_channels = channels
+    norm.num_groups = next(n for n in range(norm.num_groups, 0, -1) if channels % n == 0)
+
+
 def _empty(array: Tensor, size: Sequence[int]) -> Tensor:
     with without_data():
         empty = torch.empty(*size, dtype=array.dtype)
@@ -73,8 +99,7 @@ def _note_sizes(path: str, layer: nn.Module, sizes: Mapping[str, list[int]]) -> 
     elif isinstance(layer, NORMS):
         layer.num_features = next(iter(sizes.values()))[0]
     elif isinstance(layer, nn.GroupNorm):
-        layer.num_channels = sizes["weight"][0]
-        layer.num_groups = next(n for n in range(layer.num_groups, 0, -1) if layer.num_channels % n == 0)
+        _note_groups(layer, sizes["weight"][0])
     elif isinstance(layer, nn.LayerNorm):
         layer.normalized_shape = tuple(sizes["weight"])
     elif isinstance(layer, nn.Embedding):

@@ -12,6 +12,7 @@ from piecework.models.imported.objects import name_object
 from piecework.models.int8 import find_pairs, to_int8
 from piecework.models.masked import norms_behind
 from piecework.models.nested_norms import _build
+from piecework.models.static_norms import with_statistics
 from piecework.models.zoo import build_blueprint
 
 SHAPE = (1, 8, 8)
@@ -84,3 +85,21 @@ def test_a_strategy_that_changes_norms_refuses_those_with_code_of_their_own(repl
 def test_channels_are_silent_only_behind_torchs_norms() -> None:
     assert norms_behind(lambda: block(nn.BatchNorm2d(4)), SHAPE) == (("0.1", "0.0"),)
     assert norms_behind(lambda: block(ActiveNorm(4)), SHAPE) == ()
+
+
+@pytest.mark.parametrize("batch_norm", ["running", "batch", "local", "group", "frozen"])
+def test_a_norm_without_weights_has_none_in_its_place(batch_norm: str) -> None:
+    module = block(nn.BatchNorm2d(4, affine=False))
+    cascade = Cascade(blueprint_of(module, batch_norm))
+    assert not [name for name, _ in cascade.named_parameters() if name.startswith("atoms.0.0.1")]
+    assert cascade.train()(torch.randn(2, *SHAPE)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("batch_norm", ["batch", "group"])
+def test_a_narrow_norm_without_arrays_knows_its_channels(batch_norm: str) -> None:
+    name = name_object(block(nn.BatchNorm2d(4, affine=False)))
+    small = build_blueprint(name, num_classes=3, input_shape=SHAPE, width=0.5, batch_norm=batch_norm)
+    tracking = Cascade(with_statistics(small))
+    assert tracking(torch.randn(2, *SHAPE)).shape == (2, 3)
+    norm = tracking.atoms[0].get_submodule("0.1")
+    assert (norm.num_features if isinstance(norm, nn.BatchNorm2d) else norm.num_channels) == 2
