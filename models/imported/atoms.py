@@ -235,7 +235,7 @@ def _part(root: nn.Module, recording: Recording, begin: int, end: int) -> nn.Mod
     if begin:
         z = graph.placeholder("z")
         copies[nodes[begin - 1]] = _swapped(graph, z, recording.axes[nodes[begin - 1]])
-    wanted = {node for node in nodes[begin:end] if node not in constants}
+    wanted = {node for node in nodes[begin:end] if node.op != "get_attr" and node not in constants}
     wanted |= {node for node in nodes if node.op == "get_attr" and wanted & set(node.users)}
     for node in sorted(wanted | find_needed(wanted, constants), key=nodes.index):
         if begin and is_device(node):

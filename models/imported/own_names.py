@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from piecework.device_profiles.documents import abbreviate
 from piecework.models.imported.objects import is_object
@@ -37,7 +37,14 @@ def fill_module(module: nn.Module, path: Path) -> nn.Module:
     try:
         with safe_open(file, framework="pt") as arrays:
             names = [each for each in arrays.keys() if _is_served(each, described)]  # noqa: SIM118
-            trained = {own_name(each): arrays.get_tensor(each) for each in names}
+            trained = dict[str, Tensor]()
+            for each in names:
+                array = arrays.get_tensor(each)
+                if not torch.equal(trained.setdefault(own_name(each), array), array):
+                    raise ModelFileError(
+                        f"{file} has two different arrays of the name {own_name(each)!r}, one of which is {each}, and the "
+                        f"module has one: load it without `into`"
+                    )
     except (OSError, SafetensorError) as error:
         raise ModelFileError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     own = module.state_dict(keep_vars=True)
