@@ -3,6 +3,9 @@
 from typing import Any
 
 from piecework.federated_data.datasets import ArrayDataset, set_name
+from piecework.models.imported.atoms import cut
+from piecework.models.imported.module import Source
+from piecework.models.imported.source import is_imported
 from piecework.models.model_file import FORMAT
 from piecework.training.examples import is_resized
 from piecework.training.settings import Settings
@@ -10,6 +13,9 @@ from piecework.training.settings import Settings
 
 def describe_model(settings: Settings, data: ArrayDataset) -> dict[str, Any]:
     """Return the metadata on the network, its inputs and the run's settings, as JSON values."""
+    source = Source(settings.model, data.num_classes, tuple(data.input_shape), settings.norms)
+    # Their values are in no file: a module that is filled from it keeps its own.
+    unused = {"unused": list(cut(source).unused)} if is_imported(settings.model) else {}
     return {
         "format": FORMAT,
         "model": {
@@ -19,6 +25,7 @@ def describe_model(settings: Settings, data: ArrayDataset) -> dict[str, Any]:
             "batch_norm": settings.norms,
             "input_shape": list(data.input_shape),
             "num_classes": data.num_classes,
+            **unused,
         },
         "inputs": {
             "dataset": set_name(settings.dataset),

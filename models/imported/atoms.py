@@ -36,6 +36,7 @@ from piecework.models.imported.module import (
     require_finite,
     require_freed,
     require_state,
+    unused_arrays,
 )
 from piecework.models.imported.narrow import kept_channels, narrow, run_narrow
 from piecework.models.imported.objects import FORGETTING, code_of, is_object, may_view, require_trainable
@@ -50,7 +51,8 @@ class CutModule:
     """A module in parts without values, the last of which is the head, with their names and the shapes of their outputs.
 
     `reason` says why a module is one part; `digest` is of its code and sizes. `vocabulary` is that of its tokens. Parts with
-    code of the user's that is not recorded may be `viewing` their tensors, which maps with channels last do not allow.
+    code of the user's that is not recorded may be `viewing` their tensors, which maps with channels last do not allow. `unused`
+    are the module's arrays that are in no part.
     """
 
     parts: tuple[nn.Module, ...]
@@ -60,6 +62,7 @@ class CutModule:
     vocabulary: int = 0
     reason: str = ""
     viewing: frozenset[int] = frozenset()
+    unused: tuple[str, ...] = ()
 
 
 class Same(nn.Module):
@@ -120,7 +123,8 @@ def _recorded_cut(root: nn.Module, source: Source) -> CutModule:
     require_logits_in_training(root, source, vocabulary)
     viewing = frozenset(number for number, part in enumerate(parts) if may_view(part))
     digest = _digest(root, parts, source)
-    return CutModule(tuple(parts), tuple(names), tuple(shapes), digest, vocabulary, reason, viewing)
+    unused = unused_arrays(root, parts)
+    return CutModule(tuple(parts), tuple(names), tuple(shapes), digest, vocabulary, reason, viewing, unused)
 
 
 def _digest(root: nn.Module, parts: Sequence[nn.Module], source: Source) -> str:

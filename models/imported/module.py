@@ -178,6 +178,12 @@ def _unsent(kind: torch.dtype) -> str:
     return ""
 
 
+def unused_arrays(root: nn.Module, parts: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the arrays of a module that none of its parts has, because no forward pass uses them."""
+    used = {id(array) for part in parts for array in part.state_dict(keep_vars=True).values()}
+    return tuple(name for name, array in root.state_dict(keep_vars=True).items() if id(array) not in used)
+
+
 def _require_memory(arrays: Iterable[tuple[str, Tensor]], source: Source) -> None:
     """Raise ValueError if arrays lie in the memory of one: what changes one changes the others, until two devices have them."""
     seen = dict[int, str]()

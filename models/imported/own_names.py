@@ -3,7 +3,7 @@
 In a run its arrays are `atoms.<i>.NAME` and `head.NAME`, where NAME is the module's own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ def fill_module(module: nn.Module, path: Path) -> nn.Module:
         {name: tuple(array.shape) for name, array in trained.items()},
         {name: tuple(array.shape) for name, array in own.items()},
         _explain(described, name),
+        _unused(model),
     )
     with torch.no_grad():
         module.load_state_dict(trained, strict=False)
@@ -88,13 +89,22 @@ def _explain(described: dict[str, Any], name: str) -> str:
     )
 
 
-def _require_same(what: str, found: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]], why: str) -> None:
-    """Raise ModelFileError for other names or shapes. Layers that a forward pass does not use are in no file.
+def _unused(model: Any) -> set[str]:
+    """Return the arrays that no forward pass uses, so that no file has them; empty for a file that does not say so."""
+    names = model.get("unused") if isinstance(model, dict) else None
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+
+
+def _require_same(
+    what: str, found: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]], why: str, unused: Set[str]
+) -> None:
+    """Raise ModelFileError for other names or shapes. `unused` arrays, and layers that no pass uses, keep their values.
 
     `why` is appended to its message.
     """
     used = {name.rpartition(".")[0] for name in found}
-    if missing := {name for name in own.keys() - found.keys() if name.rpartition(".")[0] in used}:
+    absent = own.keys() - found.keys() - unused
+    if missing := {name for name in absent if name.rpartition(".")[0] in used}:
         raise ModelFileError(f"{what}: the file has no {_some(missing)}{why}")
     if more := found.keys() - own.keys():
         raise ModelFileError(f"{what}: the module has no {_some(more)}{why}")
