@@ -147,6 +147,32 @@ class Maps(nn.Module):
         return self.out(self.block(self.stem(x).relu()).mean((2, 3)))
 
 
+class Either(nn.Module):
+    """Has two layers of one size, and records another than the one that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one if isinstance(x, Tensor) else self.other)(x)
+
+
+class Steps(Block):
+    """Counts the passes with gradients, of which no result tells."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.steps[:1].add_(1)
+        return super().forward(x)
+
+
 class Sharing(Rows):
     """Has two buffers in one memory, of a series that is read."""
 
@@ -166,7 +192,7 @@ class Unbuilt(nn.Module):
         raise KeyError("metaformer")
 
 
-BLOCKS = (Unpacked, Skipping, Cooling, Frozen, Growing)
+BLOCKS = (Unpacked, Skipping, Cooling, Frozen, Growing, Either, Steps)
 
 
 def maker(make: Callable[[int], nn.Module]) -> Callable[[int, Any], nn.Module]:
@@ -212,6 +238,18 @@ def test_a_train_of_the_whole_is_the_reason_for_one_atom() -> None:
     assert found.names == ("frozenroot",)
     assert "native_batch_norm" in found.reason
     assert found.reason.endswith(", for its own train() changes what its layers do")
+
+
+def test_another_array_of_the_same_size_is_the_reason_for_one_atom() -> None:
+    reason = cut(source_of(Either)).reason
+    assert "its forward pass calls addmm(layers.0.one.bias (16,), (8192, 16), layers.0.one.weight (16, 16))" in reason
+    assert "in training but not while it is recorded" in reason
+
+
+def test_a_buffer_that_only_a_recording_changes_is_the_reason_for_one_atom() -> None:
+    reason = cut(source_of(Steps)).reason
+    assert "its forward pass calls add_(layers.0.steps (1,)" in reason
+    assert "while it is recorded but not in evaluation" in reason
 
 
 def test_a_buffer_that_a_pass_makes_is_refused() -> None:
