@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint
-from piecework.models.channels import Axes, Axis, channel_axes
+from piecework.models.channel_axes import Axes, Axis
+from piecework.models.channels import channel_axes
 from piecework.models.masked import Masked, Silent, masked_layers
 
 Units = Mapping[str, nn.Module]

@@ -11,7 +11,8 @@ import numpy as np
 
 from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint, Shape
-from piecework.models.channels import Axes, channel_axes
+from piecework.models.channel_axes import Axes
+from piecework.models.channels import channel_axes
 
 Select = Callable[[int, int], np.ndarray]  # (C, c) -> c channels of C, ascending or not
 Indices = tuple[np.ndarray, ...]  # for each dimension of an array

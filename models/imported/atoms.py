@@ -38,7 +38,7 @@ from piecework.models.imported.module import (
     require_state,
     unused_arrays,
 )
-from piecework.models.imported.narrow import kept_channels, narrow, run_narrow
+from piecework.models.imported.narrow import kept_channels, narrow_all, require_linked
 from piecework.models.imported.objects import FORGETTING, code_of, is_object, may_view, require_trainable
 from piecework.models.imported.recording import Recording, record
 from piecework.models.imported.source import find_make, is_own
@@ -154,31 +154,19 @@ def _narrow_cut(source: Source) -> CutModule:
     kept = kept_channels(
         axes, shapes_of(full.parts), classes.group, lambda channels: scale_channels(channels, source.width)
     )
-    parts = [copy.deepcopy(part) for part in full.parts]
     with without_data():
         x: Any = torch.zeros(EXAMPLES, *source.input_shape)
     x = x.long() if full.vocabulary else x
-    found: list[Shape] = []
-    for unit, name, part in zip(whole.units(), [*full.names, "head"], parts, strict=True):
-        own = {n.removeprefix(f"{unit}."): each for n, each in axes.items() if n.startswith(f"{unit}.")}
-        try:
-            narrow(part, own, kept)
-            with apart(caches_of(part)):
-                x = run_narrow(part, x)
-        except (ValueError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"{whole.name} cannot be cut by width: in {name!r}, {reason}") from error
-        found.append(tuple(x.shape[1:]))
+    names = dict(zip(whole.units(), [*full.names, "head"], strict=True))
+    parts, spare = (dict(zip(names, map(copy.deepcopy, full.parts), strict=True)) for _ in range(2))
+    try:
+        found = [tuple(made.shape[1:]) for made in narrow_all(parts, names, axes, kept, x)]
+        require_linked(spare, names, axes, {classes.group: source.num_classes}, x)
+    except ValueError as error:
+        raise ValueError(f"{whole.name} cannot be cut by width: {error}") from error
     digest = hashlib.sha256(f"{full.digest} {source}".encode()).hexdigest()
-    return CutModule(
-        tuple(parts),
-        full.names,
-        tuple(found[:-1]),
-        digest,
-        full.vocabulary,
-        full.reason,
-        full.viewing,
-    )
+    shapes = tuple(found[:-1])
+    return CutModule(tuple(parts.values()), full.names, shapes, digest, full.vocabulary, full.reason, full.viewing)
 
 
 def shapes_of(parts: Sequence[nn.Module]) -> dict[str, Shape]:

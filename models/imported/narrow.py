@@ -4,18 +4,23 @@ Which channels belong together is followed through the atoms (models/channels.py
 `scale_channels(C, width)`; classes and the colours of images stay whole.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from piecework.device_profiles.dispatch import without_data
-from piecework.models.channels import Axes
+from piecework.models.imported.caches import apart, caches_of
+from piecework.models.channel_axes import Axes
+from piecework.models.channels import Following
 from piecework.models.frozen_norm import FrozenBatchNorm1d, FrozenBatchNorm2d
 from piecework.models.imported.graph import Recorded
 
 Channels = Mapping[int, int]  # how many channels of each group are kept
+UNLIKE = 1009  # channels of the first group where each has another number
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, FrozenBatchNorm1d, FrozenBatchNorm2d)
 
 
@@ -56,7 +61,72 @@ def narrow(module: nn.Module, axes: Mapping[str, Axes], kept: Channels) -> None:
             _note_sizes(path, layer, sizes)
 
 
-def run_narrow(part: nn.Module, x: Tensor) -> Tensor:
+def narrow_all(
+    parts: Mapping[str, nn.Module],
+    names: Mapping[str, str],
+    axes: Mapping[str, Axes],
+    kept: Channels,
+    x: Tensor,
+    follow: AbstractContextManager[Any] | None = None,
+) -> list[Tensor]:
+    """Narrow the units of a model in place, and return what each makes of examples x without values, while it is followed.
+
+    Raises ValueError, which says the name of the unit that does not work with these channels.
+    """
+    found = list[Tensor]()
+    for unit, part in parts.items():
+        own = {name.removeprefix(f"{unit}."): each for name, each in axes.items() if name.startswith(f"{unit}.")}
+        try:
+            narrow(part, own, kept)
+            with follow or nullcontext():
+                x = _run(part, x)
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"in {names[unit]!r}, {reason}") from error
+        found.append(x)
+    return found
+
+
+def require_linked(
+    parts: Mapping[str, nn.Module], names: Mapping[str, str], axes: Mapping[str, Axes], whole: Channels, x: Tensor
+) -> None:
+    """Raise ValueError if channels that belong together are in several groups, of which a sub-model would mix the channels.
+
+    Equal fractions of them are equally many, so nothing else tells. Each group gets another number of channels here, unless
+    `whole` has it, or it has one channel. Changes the parts.
+    """
+    sizes = dict[int, int]()
+    for name, each in axes.items():
+        for axis, size in zip(each, _array(parts, name).shape, strict=True):
+            if axis is not None:
+                sizes[axis.group] = size // (axis.outer * axis.inner)
+    moved = {group: UNLIKE + n for n, group in enumerate(sizes) if sizes[group] > 1 and group not in whole}
+    try:
+        logits = narrow_all(parts, names, axes, {**sizes, **moved, **whole}, x, Following())[-1]
+        if logits.shape[1:] != (*whole.values(),):
+            raise ValueError(f"its output has the shape {tuple(logits.shape)}")
+    except ValueError as error:
+        numbers = {int(number) for number in re.findall(r"\d+", str(error))}
+        groups = [group for group, size in moved.items() if size in numbers]
+        arrays = [next(name for name, each in axes.items() if _has(each, group)) for group in groups]
+        of = f" (of {' and of '.join(arrays)})" if arrays else ""
+        raise ValueError(
+            f"{error}: its code puts channels together{of} that the operators do not show to belong together"
+        ) from error
+
+
+def _array(parts: Mapping[str, nn.Module], name: str) -> Tensor:
+    unit = next(unit for unit in parts if name.startswith(f"{unit}."))
+    owner, _, own = name.removeprefix(f"{unit}.").rpartition(".")
+    array: Tensor = getattr(parts[unit].get_submodule(owner), own)
+    return array
+
+
+def _has(axes: Axes, group: int) -> bool:
+    return any(axis is not None and axis.group == group for axis in axes)
+
+
+def _run(part: nn.Module, x: Tensor) -> Tensor:
     """Return what a narrow part makes of x without values. Norms that have no arrays note how many channels they get."""
 
     def note(norm: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -68,7 +138,7 @@ def run_narrow(part: nn.Module, x: Tensor) -> Tensor:
     bare = [layer for layer in part.modules() if isinstance(layer, (*NORMS, nn.GroupNorm)) and not layer.state_dict()]
     hooks = [layer.register_forward_pre_hook(note) for layer in bare]
     try:
-        with torch.no_grad(), without_data():
+        with torch.no_grad(), without_data(), apart(caches_of(part)):
             found: Tensor = part(x)
     finally:
         for hook in hooks:

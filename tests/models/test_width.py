@@ -11,7 +11,8 @@ from torch import nn
 
 from piecework.federation.aggregation import WeightedMean
 from piecework.models.cascade import Blueprint, Cascade
-from piecework.models.channels import Axis, channel_axes
+from piecework.models.channel_axes import Axis
+from piecework.models.channels import channel_axes
 from piecework.models.layers import narrow_models, scale_channels, stack_layers
 from piecework.models.width import Select, draw_channels, rolling, sub_indices, take, take_first
 from piecework.models.zoo import MODELS, build_blueprint

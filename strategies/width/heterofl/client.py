@@ -25,7 +25,8 @@ from piecework.client_app.client import Client, Update
 from piecework.client_app.whole import train_whole, whole_network
 from piecework.device_profiles.dispatch import without_data
 from piecework.models.cascade import Blueprint, Shape, outputs
-from piecework.models.channels import Axes, channel_axes
+from piecework.models.channel_axes import Axes
+from piecework.models.channels import channel_axes
 from piecework.models.layers import divide_output
 from piecework.models.width import Indices, Select, draw_channels, rolling, shapes, sub_indices, take_first
 from piecework.models.zoo import build_blueprint

@@ -36,7 +36,8 @@ from piecework.device_profiles.profile import DeviceState
 from piecework.federation.aggregation import CheckedUpdate, UpdateRejectedError
 from piecework.federation.reports import ClientReport
 from piecework.models.cascade import Blueprint, Shape
-from piecework.models.channels import Axes, channel_axes
+from piecework.models.channel_axes import Axes
+from piecework.models.channels import channel_axes
 from piecework.models.variant import Variant, vary
 from piecework.models.width import (
     Indices,
