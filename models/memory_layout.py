@@ -1,5 +1,7 @@
 """How the maps of a unit lie in memory."""
 
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -26,4 +28,13 @@ def keep_layout(module: nn.Module) -> None:
 
 def _lay_out(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     # Not contiguous(), which leaves the strides of maps with one channel, and by these a convolution takes its layout.
-    return tuple(each.reshape(-1).view(each.shape) if isinstance(each, Tensor) else each for each in inputs)
+    return tuple(
+        each.clone(memory_format=torch.contiguous_format) if isinstance(each, Tensor) and not _is_plain(each) else each
+        for each in inputs
+    )
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Return whether a tensor has the strides of one that torch makes by default."""
+    plain = [1, *accumulate(reversed(x.shape[1:]), mul)]
+    return list(x.stride()) == plain[::-1]

@@ -40,7 +40,7 @@ from piecework.models.imported.module import (
 )
 from piecework.models.imported.narrow import kept_channels, narrow_all, require_linked
 from piecework.models.imported.objects import FORGETTING, code_of, is_object, may_view, require_trainable
-from piecework.models.imported.recording import Recording, record
+from piecework.models.imported.recording import Recording, reads_layout, record
 from piecework.models.imported.source import find_make, is_own
 from piecework.models.layers import narrowing, scale_channels
 from piecework.models.memory_layout import keep_layout
@@ -51,7 +51,8 @@ class CutModule:
     """A module in parts without values, the last of which is the head, with their names and the shapes of their outputs.
 
     `reason` says why a module is one part; `digest` is of its code and sizes. `vocabulary` is that of its tokens. Parts with
-    code of the user's that is not recorded may be `viewing` their tensors, which maps with channels last do not allow. `unused`
+    code of the user's that is not recorded may be `viewing` their tensors, which maps with channels last do not allow, and some
+    recorded calls do. `unused`
     are the module's arrays that are in no part.
     """
 
@@ -121,7 +122,7 @@ def _recorded_cut(root: nn.Module, source: Source) -> CutModule:
         parts = [root, Same(source.num_classes)]
         names, shapes = [type(root).__name__.lower()], [(source.num_classes,)]
     require_logits_in_training(root, source, vocabulary)
-    viewing = frozenset(number for number, part in enumerate(parts) if may_view(part))
+    viewing = frozenset(number for number, part in enumerate(parts) if may_view(part) or reads_layout(part))
     digest = _digest(root, parts, source)
     unused = unused_arrays(root, parts)
     return CutModule(tuple(parts), tuple(names), tuple(shapes), digest, vocabulary, reason, viewing, unused)

@@ -1,5 +1,6 @@
 """What a recorded forward pass computes of examples without values, and what of it is the same for all examples."""
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,11 @@ from piecework.models.imported.constants import find_constants, is_length
 from piecework.models.imported.graph import record_calls, runnable
 from piecework.models.imported.logits import NUMBERS, logits_of
 from piecework.models.imported.module import Source
+
+# In Python code that torch.fx has made of calls. `view` is left where its result is changed (see `copy_views`).
+LAYOUT = re.compile(
+    r"(?<![A-Za-z])(view|view_as|view_as_complex|as_strided_?|stride|is_contiguous|storage_offset|data_ptr|set_)\("
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,11 @@ def record(root: nn.Module, source: Source, vocabulary: int) -> Recording:
     constants = find_constants(nodes, modules, values, lengths)
     copy_views(nodes, modules, values)
     return Recording(nodes, modules, values, axes, lengths, constants)
+
+
+def reads_layout(part: nn.Module) -> bool:
+    """Return whether the recorded calls of a part depend on how its tensors lie in memory."""
+    return LAYOUT.search(getattr(part, "code", "")) is not None
 
 
 def _run(root: nn.Module, graph: fx.Graph, source: Source, vocabulary: int, examples: int) -> dict[fx.Node, Any]:
