@@ -7,7 +7,6 @@ import copy
 import hashlib
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import takewhile
@@ -28,7 +27,7 @@ from piecework.models.imported.constants import find_needed, is_device
 from piecework.models.imported.contexts import drawing_alike, restored
 from piecework.models.imported.graph import UntraceableError, as_module
 from piecework.models.imported.initial import allocate, needs_arguments, take_initial
-from piecework.models.imported.logits import EXAMPLES, logits_of, require_logits_in_training, require_stateless
+from piecework.models.imported.logits import EXAMPLES, require_logits_in_training, require_stateless, vocabulary_of
 from piecework.models.imported.module import (
     Source,
     kept_buffers,
@@ -104,7 +103,8 @@ def _whole_cut(source: Source) -> CutModule:
 
 
 def _recorded_cut(root: nn.Module, source: Source) -> CutModule:
-    vocabulary = _vocabulary(root, source)
+    with restored(root):
+        vocabulary = vocabulary_of(root, source)
     parts, names, shapes, reason = list[nn.Module](), list[str](), list[Shape](), ""
     try:
         recording = record(root, source, vocabulary)
@@ -192,29 +192,6 @@ def _join_classifier(root: nn.Module, recording: Recording, positions: list[int]
     behind = {str(node.target) for node in nodes[maps[-1] + 1 :] if node.op == "call_module"}
     light = sum(p.numel() for target in behind for p in modules[target].parameters())
     return maps if light <= sum(p.numel() for p in root.parameters()) / 2 else positions
-
-
-def _vocabulary(root: nn.Module, source: Source) -> int:
-    """Return the size of a module's first embedding if the module reads tokens, else 0.
-
-    It does not if another layer with weights would get whole numbers: torch does not mind that in tensors without values.
-    """
-    first = next((layer for layer in root.modules() if isinstance(layer, nn.Embedding)), None)
-    if first is None or len(source.input_shape) != 1:
-        return 0
-    strange = list[nn.Module]()
-
-    def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if inputs and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point():
-            strange.append(layer)
-
-    others = [layer for layer in root.modules() if hasattr(layer, "weight") and not isinstance(layer, nn.Embedding)]
-    hooks = [layer.register_forward_pre_hook(note) for layer in others]
-    with suppress(ValueError), restored(root):  # it is raised again where the calls are recorded
-        logits_of(root, source, first.num_embeddings)
-    for hook in hooks:
-        hook.remove()
-    return 0 if strange else first.num_embeddings
 
 
 def _part(root: nn.Module, recording: Recording, begin: int, end: int) -> nn.Module:

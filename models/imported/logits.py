@@ -1,5 +1,6 @@
 """What a module outside this project returns for examples without values: it has to be logits."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, fx, nn
 
 from piecework.device_profiles.dispatch import without_data
 from piecework.models.imported.caches import apart
+from piecework.models.imported.calls import memory_of
 from piecework.models.imported.module import Source, place_of
 
 EXAMPLES = 2
@@ -36,6 +38,40 @@ def logits_of(function: Any, source: Source, vocabulary: int, examples: int = EX
     _require_logits(found, source, examples)
     logits: Tensor = found
     return logits
+
+
+def vocabulary_of(root: nn.Module, source: Source) -> int:
+    """Return the size of the embedding that a module's tokens go to, the first of these, or 0 if it reads no tokens.
+
+    It does not if another layer with weights would get whole numbers: torch does not mind that in tensors without values. A
+    table of positions is another embedding. Without one that gets the tokens themselves, the first is taken.
+    """
+    tables = [layer for layer in root.modules() if isinstance(layer, nn.Embedding)]
+    if not tables or len(source.input_shape) != 1:
+        return 0
+    strange, reading = list[nn.Module](), list[nn.Module]()
+    tokens = list[Tensor]()
+
+    def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        given = inputs[0] if inputs and isinstance(inputs[0], Tensor) else None
+        if given is None or given.is_floating_point():
+            return
+        if not isinstance(layer, nn.Embedding):
+            strange.append(layer)
+        elif any(memory_of(given) == memory_of(each) for each in tokens):
+            reading.append(layer)
+
+    def run(x: Tensor) -> Any:
+        tokens.append(x)
+        return root(x)
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in root.modules() if hasattr(layer, "weight")]
+    with suppress(ValueError):  # it is raised again where the calls are recorded
+        logits_of(run, source, tables[0].num_embeddings)
+    for hook in hooks:
+        hook.remove()
+    first = next((layer for layer in tables if layer in reading), tables[0])
+    return 0 if strange else first.num_embeddings
 
 
 def _require_logits(found: Any, source: Source, examples: int, when: str = "") -> None:
