@@ -203,13 +203,16 @@ class _Tracer(GradientTracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record or enter a module; where recording fails, `inside` keeps the path to it."""
-        if not self.recording:
-            return forward(*args, **kwargs)
+        if not self.recording or not (m is self.root or self._is_installed(m)):
+            return forward(*args, **kwargs)  # one that is made in the forward pass is a function of torch's
         self.require_gradients(next(m.parameters(), None) is not None)
         self.inside.append(self.path_of_module(m))
         found = super().call_module(m, forward, args, kwargs)
         self.inside.pop()
         return found
+
+    def _is_installed(self, m: nn.Module) -> bool:
+        return any(m is each for each in self.root.modules())
 
 
 def record_calls(root: nn.Module, branches: Branches) -> fx.Graph:

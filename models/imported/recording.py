@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from piecework.models.imported.branches import Branches, Values
 from piecework.models.imported.calls import copy_views, keep_numbers
 from piecework.models.imported.constants import find_constants, is_length
-from piecework.models.imported.graph import record_calls, runnable
+from piecework.models.imported.graph import UntraceableError, record_calls, runnable
 from piecework.models.imported.logits import NUMBERS, logits_of
 from piecework.models.imported.module import Source
 
@@ -44,11 +44,17 @@ def record(root: nn.Module, source: Source, vocabulary: int) -> Recording:
     graph = record_calls(root, Branches(root, source, vocabulary))
     modules = dict(root.named_modules())
     nodes = [node for node in graph.nodes if node.op != "output"]
-    runs = [
-        _run(root.train(training), graph, source, vocabulary, number)
-        for training in (True, False)
-        for number in NUMBERS
-    ]
+    try:
+        runs = [
+            _run(root.train(training), graph, source, vocabulary, number)
+            for training in (True, False)
+            for number in NUMBERS
+        ]
+    except ValueError as error:  # if the module itself cannot be run, it is refused afterwards
+        raise UntraceableError(
+            f"{type(root).__name__}: its recorded calls cannot be run, as of code that asks isinstance(x, tuple): "
+            f"{str(error.__cause__ or error).partition(chr(10))[0]}"
+        ) from error
     values, numbers = runs[len(NUMBERS)], (*NUMBERS, *NUMBERS)
     keep_numbers(nodes, values)
     found = {node: [run[node] for run in runs] for node in nodes}

@@ -147,6 +147,25 @@ class Maps(nn.Module):
         return self.out(self.block(self.stem(x).relu()).mean((2, 3)))
 
 
+class Instant(Block):
+    """Makes layers without arrays in its forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Dropout(0.5)(nn.ReLU()(self.inner(x)))
+
+
+class Recurrent(nn.Module):
+    """Asks what a layer has returned, which a recording does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return (y[0] if isinstance(y, tuple) else y).relu()
+
+
 class Either(nn.Module):
     """Has two layers of one size, and records another than the one that it calls."""
 
@@ -192,7 +211,7 @@ class Unbuilt(nn.Module):
         raise KeyError("metaformer")
 
 
-BLOCKS = (Unpacked, Skipping, Cooling, Frozen, Growing, Either, Steps)
+BLOCKS = (Unpacked, Skipping, Cooling, Frozen, Growing, Either, Steps, Instant, Recurrent)
 
 
 def maker(make: Callable[[int], nn.Module]) -> Callable[[int, Any], nn.Module]:
@@ -238,6 +257,18 @@ def test_a_train_of_the_whole_is_the_reason_for_one_atom() -> None:
     assert found.names == ("frozenroot",)
     assert "native_batch_norm" in found.reason
     assert found.reason.endswith(", for its own train() changes what its layers do")
+
+
+def test_a_layer_that_a_pass_makes_is_recorded_as_a_function() -> None:
+    found = cut(source_of(Instant))
+    assert found.names == ("embed", "layers_0_inner", "layers_1_inner")
+    assert "dropout(z, p = 0.5, training = True" in found.parts[2].code  # a layer that is made anew is in training
+
+
+def test_what_a_recording_takes_for_a_tensor_is_the_reason_for_one_atom() -> None:
+    found = cut(source_of(Recurrent))
+    assert found.names == ("rows",)
+    assert "its recorded calls cannot be run, as of code that asks isinstance(x, tuple): " in found.reason
 
 
 def test_another_array_of_the_same_size_is_the_reason_for_one_atom() -> None:
