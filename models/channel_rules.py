@@ -225,6 +225,17 @@ def _stack(follow: Follower, out: Tensor, tensors: Sequence[Tensor], dim: int = 
     follow.note(out, axes)
 
 
+def _chunk(follow: Follower, out: Sequence[Tensor], x: Tensor, chunks: int, dim: int = 0) -> None:
+    """Handle equal parts, as queries, keys and values are: a narrow model has the same choice of channels in each."""
+    axes, dim = [*follow.axes(x)], dim % x.dim()
+    if (axis := axes[dim]) is not None:
+        if x.shape[dim] % chunks or (axis.outer > 1 and axis.outer % chunks):
+            raise ValueError(f"channels cannot be followed through {chunks} unequal parts of channels")
+        axes[dim] = follow.part(axis, chunks)
+    for each in out:
+        follow.note(each, axes)
+
+
 def _parts(follow: Follower, out: Sequence[Tensor], x: Tensor, size: Any, dim: int = 0) -> None:
     """Handle a split along a dimension that is no channels."""
     axes = follow.axes(x)
@@ -271,7 +282,8 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
     "roll": _roll,
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
-    **dict.fromkeys(("chunk", "split"), _parts),
+    "chunk": _chunk,
+    "split": _parts,
 }
 PROPERTIES: Mapping[str, Callable[..., None]] = {
     "mT": lambda follow, out, x, *_: _transpose(follow, out, x, -2, -1),

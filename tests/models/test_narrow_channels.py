@@ -28,6 +28,7 @@ class Block(nn.Module):
         self.q, self.k = nn.Linear(EDGE, EDGE), nn.Linear(EDGE, EDGE)
         self.kernel = nn.Parameter(torch.randn(EDGE, EDGE, 3, 3) / EDGE)
         self.w, self.slope = nn.Parameter(torch.randn(EDGE, EDGE) / EDGE), nn.Parameter(torch.full((EDGE,), 0.3))
+        self.qkv = nn.Linear(EDGE, 3 * EDGE)
         self.step = step
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,6 +62,11 @@ def attend(s: Block, x: Tensor) -> Tensor:
     return x + (s.q(x) @ s.k(x).transpose(-2, -1)).softmax(-1) @ x
 
 
+def attend_to_parts(s: Block, x: Tensor) -> Tensor:
+    q, k, v = s.qkv(x).chunk(3, -1)
+    return x + s.k((q @ k.mT).softmax(-1) @ v)
+
+
 FOLLOWED: dict[str, tuple[type[Maps], Step]] = {
     "add": (Maps, lambda s, x: torch.add(x, other=s.a(x).relu())),
     "where": (Maps, lambda s, x: torch.where(x > 0.1, input=x, other=s.a(x))),
@@ -70,6 +76,7 @@ FOLLOWED: dict[str, tuple[type[Maps], Step]] = {
     "layer twice": (Maps, lambda s, x: s.a(s.a(x).relu())),
     "attention": (Rows, attend),
     "product": (Rows, lambda s, x: s.q(x @ s.w).relu()),
+    "parts": (Rows, attend_to_parts),
     "slopes": (Maps, lambda s, x: F.prelu(s.a(x), s.slope)),
     "rows in another order": (Maps, lambda s, x: s.a(x).flip(2) + torch.roll(s.b(x), (1, 2), (2, 3))),
 }
@@ -108,7 +115,17 @@ REFUSED: dict[str, tuple[type[Maps], Step, str]] = {
     "summed": (Maps, lambda s, x: s.a(x).cumsum(dim=1), "through a change of their order"),
     "sorted": (Maps, lambda s, x: s.a(x).sort(1)[0], "through sort"),
     "einsum": (Rows, lambda s, x: torch.einsum("bnm,bmd->bnd", s.q(x), x), "through einsum"),
-    "chunks": (Maps, lambda s, x: torch.cat(s.a(x).chunk(2, 1)[::-1], 1), "through a split of channels"),
+    "split": (Maps, lambda s, x: torch.cat(s.a(x).split(4, 1)[::-1], 1), "through a split of channels"),
+    "parts put together": (
+        Maps,
+        lambda s, x: torch.cat(s.a(x).chunk(2, 1)[::-1], 1),
+        "through a concatenation of channels",
+    ),
+    "unequal parts": (
+        Maps,
+        lambda s, x: x + s.a(x).chunk(3, 1)[0].mean(1, True),
+        "through 3 unequal parts of channels",
+    ),
     "slice": (Maps, lambda s, x: x + s.a(x)[:, :1], "through a slice of channels"),
     "assigned": (Maps, lambda s, x: s.a(x).index_fill(1, torch.tensor([0]), 0.0), "through index_fill"),
     "columns as channels": (
