@@ -112,7 +112,9 @@ def _difference(expected: Operators, found: Operators, when: str) -> str:
 def _cause(root: nn.Module) -> str:
     if type(root).train is not nn.Module.train:
         return "for its own train() changes what its layers do"
-    return "as code does that asks isinstance(x, torch.Tensor) or torch.is_grad_enabled()"
+    return (
+        "as code does that asks isinstance(x, torch.Tensor) or torch.is_grad_enabled(), or recomputes by checkpoint()"
+    )
 
 
 def _operators(
