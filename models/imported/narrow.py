@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from piecework.device_profiles.dispatch import without_data
-from piecework.models.imported.caches import apart, caches_of
 from piecework.models.channel_axes import Axes
 from piecework.models.channels import Following
 from piecework.models.frozen_norm import FrozenBatchNorm1d, FrozenBatchNorm2d
+from piecework.models.imported.caches import apart, caches_of
 from piecework.models.imported.graph import Recorded
 
 Channels = Mapping[int, int]  # how many channels of each group are kept
