@@ -50,6 +50,8 @@ def record(root: nn.Module, source: Source, vocabulary: int) -> Recording:
             for training in (True, False)
             for number in NUMBERS
         ]
+    except UntraceableError:
+        raise
     except ValueError as error:  # if the module itself cannot be run, it is refused afterwards
         raise UntraceableError(
             f"{type(root).__name__}: its recorded calls cannot be run, as of code that asks isinstance(x, tuple): "
@@ -72,7 +74,7 @@ def record(root: nn.Module, source: Source, vocabulary: int) -> Recording:
 
 def reads_layout(part: nn.Module) -> bool:
     """Return whether the recorded calls of a part depend on how its tensors lie in memory."""
-    return LAYOUT.search(getattr(part, "code", "")) is not None
+    return LAYOUT.search(getattr(part, "_recorded_calls", "")) is not None
 
 
 def _run(root: nn.Module, graph: fx.Graph, source: Source, vocabulary: int, examples: int) -> dict[fx.Node, Any]:

@@ -262,7 +262,9 @@ def test_a_train_of_the_whole_is_the_reason_for_one_atom() -> None:
 def test_a_layer_that_a_pass_makes_is_recorded_as_a_function() -> None:
     found = cut(source_of(Instant))
     assert found.names == ("embed", "layers_0_inner", "layers_1_inner")
-    assert "dropout(z, p = 0.5, training = True" in found.parts[2].code  # a layer that is made anew is in training
+    assert (
+        "dropout(z, p = 0.5, training = True" in found.parts[2]._recorded_calls
+    )  # a layer that is made anew is in training
 
 
 def test_what_a_recording_takes_for_a_tensor_is_the_reason_for_one_atom() -> None:
