@@ -27,6 +27,7 @@
     seeds = [1]                    # optional
     rates = [0.01, 0.02]           # optional
     rates-from = "other row"       # optional: the rate found for that row is used; or `rate = 0.05`: none is searched
+    rate-in = { "weak" = 0.05 }   # optional: the rate in some cases, where longer runs have decided what a search could not
     search = { "profl.stage-rounds" = 5 }  # optional: further settings of the search's runs
     role = "bound"                 # optional: not realistic here; or "experiment": it shows a cause; else it is a candidate
     paper = { "weak" = 71.2 }      # optional: the paper's figures in percent, by case
@@ -104,7 +105,7 @@ class Case(_Table):
 
 
 class Row(_Table):
-    """A system with its settings. `cases` is empty for all, `rates` for those of the claim, `seeds` for those of the case."""
+    """A system with its settings. `cases` is empty for all, `rates` for the claim's, `seeds` for the case's rates and seeds."""
 
     name: Name
     settings: Given = {}
@@ -112,6 +113,7 @@ class Row(_Table):
     seeds: Seeds = ()
     rates: Rates = ()
     rate: Rate | None = None
+    rate_in: dict[str, Rate] = {}
     rates_from: str = ""
     search: Given = {}
     role: Literal["candidate", "bound", "experiment"] = "candidate"
@@ -293,7 +295,7 @@ def _check_row(claim: Claim, row: Row) -> None:
     where = f"{claim.path}: row {row.name!r}"
     _require_allowed(row.settings, claim, where)
     _require_allowed(row.search, claim, f"{where}: search")
-    for name in (*row.cases, *row.paper):
+    for name in (*row.cases, *row.paper, *row.rate_in):
         _named(claim.cases, name, f"{where}: case")
     _require_unique(row.seeds, where)
     given = [key for key in ("rate", "rates", "rates-from") if getattr(row, key.replace("-", "_"))]

@@ -72,9 +72,14 @@ def folders(out: Path, claim: str) -> Iterator[Path]:
         yield from (path / name for name in sorted(names))
 
 
+def given_rate(case: Case, row: Row) -> float | None:
+    """Return the rate that is given for a row in a case; None if it is searched."""
+    return row.rate_in.get(case.name, row.rate)
+
+
 def source_of(claim: Claim, case: Case, row: Row) -> Place | None:
     """Return the case and row whose search finds the rate of this row in this case; None if none is searched."""
-    if claim.search is None or row.rate is not None:
+    if claim.search is None or given_rate(case, row) is not None:
         return None
     return case.rates_from or case.name, row.rates_from or row.name
 
@@ -127,7 +132,8 @@ def reachable_jobs(claim: Claim, place: Place) -> list[Job]:
 
 def seed_job(claim: Claim, case: Case, row: Row, seed: int, found: float | None) -> Job:
     """Return the run of a row with a seed. `found` is the searched rate, None where none is searched."""
-    rate = found if row.rate is None else row.rate
+    own = given_rate(case, row)
+    rate = found if own is None else own
     given = merged(claim, case, row) | {SEED: seed} | ({} if rate is None else {RATE: rate})
     stated = given.get(RATE)
     return Job(claim.name, case.name, row.name, False, seed, None if stated is None else float(stated), given)

@@ -146,6 +146,18 @@ def test_a_row_takes_the_rate_that_is_found_elsewhere(make: Make) -> None:
     assert rates == [0.02, 0.05, 0.1]
 
 
+def test_a_rate_may_be_given_in_one_case(make: Make) -> None:
+    """The search stays for others that use it; in the other case the row has what it finds."""
+    claim = make(TWO_CASES.replace('name = "FeDepth"\n', 'name = "FeDepth"\nrate-in = { "skew" = 0.3 }\n', 1))
+    row, found = claim.row("FeDepth"), 0.05
+    rates = [jobs.seed_job(claim, case, row, 1, found).rate for case in claim.cases]
+    assert rates == [0.05, 0.3]
+    assert [jobs.source_of(claim, case, row) for case in claim.cases] == [("weak", "FeDepth"), None]
+    assert ("weak", "FeDepth") in jobs.searches(claim)
+    with pytest.raises(ClaimError, match="case 'dark': there is none of this name"):
+        make(TWO_CASES.replace('name = "FeDepth"\n', 'name = "FeDepth"\nrate-in = { "dark" = 0.3 }\n', 1))
+
+
 def test_a_folder_is_named_by_what_the_definition_gives(make: Make, tmp_path: Path) -> None:
     want = Wanted("weak", "bound", 1, None)
     run = jobs.job_of(make(TWO_CASES), want, None)
