@@ -58,10 +58,7 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
                 "situation": asdict(situation_of(claim, case)),
                 "lead": lead_of(*ran[:2]),
                 "rows": [row_of(each) | {"plain": each.row in plain, "ahead_of": behind(each, ran)} for each in ran],
-                "longer": [
-                    row_of(each) | {"verdict": compared.verdict}
-                    for each, compared in as_good_with_more_rounds(claim, case, found[case.name])
-                ],
+                "longer": longer_rows(claim, case, found[case.name]),
                 "idle": [each.row.name for each in there if each.untrainable],
                 "missing": [each.row.name for each in there if not each.recorded],
                 "times": times_of(ran),
@@ -78,6 +75,15 @@ def plain_rows(rows: Iterable[Row]) -> list[Row]:
         if not {"training.batch-size", "architecture.width"} & row.settings.keys():
             found.setdefault((row.settings["strategy"], row.settings.get("memory.fit", "")), row)
     return [*found.values()]
+
+
+def longer_rows(claim: Claim, case: Case, there: Sequence[Standing]) -> list[dict[str, Any]]:
+    """Return the rows that are not behind the first one by having more rounds: the best of each system and number of rounds."""
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for each, compared in as_good_with_more_rounds(claim, case, there):
+        row = row_of(each) | {"verdict": compared.verdict}
+        best.setdefault((row["strategy"], row["fit"], row["rounds"]), row)
+    return [*best.values()]
 
 
 def is_limited_by_memory(claim: Claim, case: Case) -> bool:
