@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims.definition import Claim, read
+from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import seed_job
+from benchmarks.claims.reading import read
 from benchmarks.claims.records import Records, RunRecord, SearchRecord
 from benchmarks.claims.search import search_hash
 

@@ -25,8 +25,9 @@ import sys
 from pathlib import Path
 
 from benchmarks.claims.collect import collect
-from benchmarks.claims.definition import Claim, ClaimError, names
+from benchmarks.claims.definition import Claim, ClaimError
 from benchmarks.claims.jobs import load, require_named
+from benchmarks.claims.reading import names
 from benchmarks.claims.records import DOCS
 from benchmarks.claims.runner import ROOT, Options, run
 from benchmarks.claims.status import STATES, ClaimStatus, RowStatus, status_of

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def look(line: Line) -> dict[str, Any]:
     """Return the colour, the dashes and the mark of a row."""
     if line.bound:
         return {"color": GREY, "linestyle": DASHES[line.style % len(DASHES)], "marker": "D"}
-    turn = line.style // len(COLOURS) % len(DASHES)
+    turn = (line.style // len(COLOURS) + line.variant) % len(DASHES)
     return {"color": COLOURS[line.style % len(COLOURS)], "linestyle": DASHES[turn], "marker": MARKS[turn]}
 
 
@@ -71,25 +72,31 @@ def prepare(axes: Any, panel: Panel, number: int) -> None:
 
 
 def draw_curves(figure: Any, picture: Picture) -> None:
-    """Draw panels of curves beside each other, with the rows' names to the right of the last one."""
-    count = len(picture.panels)
-    height = max(3.4, 0.9 + LINE * len(picture.panels[-1].lines))
-    figure.set_size_inches(2.4 * count + 1.8 if count > 1 else 5.6, height)
-    for number, (axes, panel) in enumerate(
-        zip(figure.subplots(1, count, squeeze=False)[0], picture.panels, strict=True)
-    ):
+    """Draw panels of curves beside and below each other, with the rows' names to the right of the last one."""
+    panels = picture.panels
+    across = across_of(panels)
+    down = -(-len(panels) // across)
+    height = max(3.4 if down == 1 else 2.7, 0.9 + LINE * len(panels[-1].lines))
+    figure.set_size_inches(2.4 * across + 1.8 if len(panels) > 1 else 5.6, height * down)
+    grid = figure.subplots(down, across, squeeze=False)
+    for number, (axes, panel) in enumerate(zip(grid.flat, panels, strict=True)):
         axes.set_xscale("log")
         prepare(axes, panel, number)
         axes.set_xticks(places := ticks(*panel.x), labels=[f"{place:,g}" for place in places])
         axes.minorticks_off()
-        axes.tick_params(labelleft=number == 0)
+        axes.tick_params(labelleft=number % across == 0)
         for line in panel.lines:
             end = {"markevery": [-1], "markersize": 4, "gid": f"panel-{number}-{line.id}", "clip_on": False}
             axes.plot(*zip(*line.points, strict=True), **look(line), linewidth=1.3, **end)
         axes.text(0.98, 0.02, panel.note, color=GREY, fontsize=7, ha="right", va="bottom", transform=axes.transAxes)
-        if number == 0:
+        if number % across == 0:
             axes.set_ylabel(picture.y_label)
-    name_curves(axes, picture.panels[-1], (0.01 if count > 1 else 0.006, LINE / (height - 0.7)))
+    name_curves(axes, panels[-1], (0.01 if len(panels) > 1 else 0.006, LINE / (height - 0.7)))
+
+
+def across_of(panels: Sequence[Panel]) -> int:
+    """Return how many panels stand beside each other: at most three."""
+    return 2 if len(panels) == 4 else min(3, len(panels))
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -119,7 +126,7 @@ def name_curves(axes: Any, panel: Panel, units: tuple[float, float]) -> None:
 def draw_dots(figure: Any, picture: Picture) -> None:
     """Draw a panel of dots for each case, with a row's dots at the same height in all panels of a line."""
     panels = picture.panels
-    across = 2 if len(panels) == 4 else min(3, len(panels))
+    across = across_of(panels)
     down = -(-len(panels) // across)
     names = {line.height: line.name for panel in panels for line in panel.lines}
     figure.set_size_inches(2.3 * across + 1.8, down * (0.7 + LINE * len(names)) + 0.2)

@@ -7,7 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims.definition import FOLDER, Case, Claim, ClaimError, Row, read
+from benchmarks.claims.definition import Case, Claim, ClaimError, Row
+from benchmarks.claims.reading import FOLDER, read
 from piecework.device_profiles.fleet import load_fleet
 from piecework.server_app.used_settings import require_used
 from piecework.studies.jobs import hash_of, slug

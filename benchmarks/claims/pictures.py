@@ -1,13 +1,14 @@
 """What the pictures of a claim show, as numbers: drawing.py draws them, and a test compares the drawn ones with these."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from benchmarks.claims.definition import Case, Claim, slug
+from benchmarks.claims.definition import Case, Claim
 from benchmarks.claims.standings import ACCURACY_AT, MEGABYTES_AT, TIME_AT, Standing
 from benchmarks.claims.tables import STORAGE_NAMES
+from piecework.studies.jobs import slug
 
 Point = tuple[float, float]
 Range = tuple[float, float]
@@ -17,6 +18,7 @@ Range = tuple[float, float]
 class Line:
     """A row in a panel: points of a curve, or a single dot. `style` counts the claim's candidates, or its bounds.
 
+    In a headline, `style` counts the systems, and `variant` the rows of one.
     Only dots have a `height` (rows from the top), the lowest and the highest of their seeds, the paper's figure, and a note
     that stands where there is no dot.
     """
@@ -30,6 +32,7 @@ class Line:
     high: float | None = None
     paper: float | None = None
     note: str = ""
+    variant: int = 0
 
     @property
     def id(self) -> str:
@@ -144,35 +147,45 @@ def case_pictures(claim: Claim, case: Case, found: dict[str, list[Standing]]) ->
 
 
 def headline(claim: Claim, found: dict[str, list[Standing]]) -> list[Picture]:
-    """Return the picture of the rows that the definition's headline names; none before all have run in its last case."""
+    """Return the picture of the rows that the definition's headline names; none before all have a record, and one has run."""
     if (wanted := claim.headline) is None:
         return []
-    shown = {
-        title: [each for each in found[case] if each.row.name in wanted.rows and each.runs]
-        for case, title in wanted.cases.items()
-    }
-    if len([*shown.values()][-1]) < len(wanted.rows):
+    named = {case: [each for each in found[case] if each.row.name in wanted.rows] for case in wanted.cases}
+    points = [point for there in named.values() for each in there for run in each.runs for point in run.curve]
+    if not points or not all(each.recorded for there in named.values() for each in there):
         return []
-    points = [point for there in shown.values() for each in there for run in each.runs for point in run.curve]
-    styles, y = (
-        {name: number for number, name in enumerate(wanted.rows)},
-        percents([100 * p[ACCURACY_AT] for p in points]),
-    )
+    y = percents([100 * point[ACCURACY_AT] for point in points])
+    looks = looks_of(wanted.rows.values())
+    styles = {row: looks[name][0] for row, name in wanted.rows.items()}
     at, label = TIME_AT[wanted.storage], f"simulated seconds, {STORAGE_NAMES[wanted.storage]}"
-    idle = {title: absent(found[case], wanted.rows) for case, title in wanted.cases.items()}
     panels = [
-        replace(panel(there, styles, at, (title, label), y), note=idle[title])
-        for title, there in shown.items()
-        if there
+        panel([each for each in there if each.runs], styles, at, (wanted.cases[case], label), y)
+        for case, there in named.items()
     ]
-    panels = [replace(each, lines=tuple(named(claim, wanted.rows, line) for line in each.lines)) for each in panels]
+    panels = [
+        replace(
+            each,
+            lines=tuple(rename(claim, wanted.rows, looks, line) for line in each.lines),
+            note=absent(named[case], wanted.rows),
+        )
+        for case, each in zip(named, panels, strict=True)
+    ]
     title = f"Accuracy against simulated time: {claim.title}"
     return [Picture(f"{claim.name}-headline.svg", title, "curves", measure(claim), tuple(panels))]
 
 
-def named(claim: Claim, names: Mapping[str, str], line: Line) -> Line:
-    """Return a line with its name in the headline, where only bounds are grey: an experiment there is a way to train."""
-    return replace(line, name=names[line.name], bound=claim.row(line.name).role == "bound")
+def looks_of(names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return by name in a headline the number of its system, which is what stands before a comma, and its own among those."""
+    by_system: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        by_system.setdefault(name.split(",")[0], []).append(name)
+    return {name: (style, variant) for style, own in enumerate(by_system.values()) for variant, name in enumerate(own)}
+
+
+def rename(claim: Claim, names: Mapping[str, str], looks: Mapping[str, tuple[int, int]], line: Line) -> Line:
+    """Return a line as it is in the headline, where only bounds are grey: an experiment there is a way to train."""
+    name = names[line.name]
+    return replace(line, name=name, variant=looks[name][1], bound=claim.row(line.name).role == "bound")
 
 
 def absent(there: Sequence[Standing], names: Mapping[str, str]) -> str:

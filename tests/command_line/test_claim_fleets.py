@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.claims.definition import FOLDER, read
 from benchmarks.claims.jobs import merged
+from benchmarks.claims.reading import FOLDER, read
 from piecework.device_profiles.fleet import load_fleet
 from piecework.planning.part import whole_model
 from piecework.plans.question import PlanQuestion

@@ -9,10 +9,11 @@ from xml.etree import ElementTree
 import pytest
 from claim_helpers import claim_in, records_of, run_of
 
-from benchmarks.claims.definition import Claim, Headline, read
+from benchmarks.claims.definition import Claim, Headline
 from benchmarks.claims.drawing import draw, short, ticks
 from benchmarks.claims.pages import document, pictures, write_pages
-from benchmarks.claims.pictures import Picture, above_the_mean, absent, apart, headline, overview
+from benchmarks.claims.pictures import Picture, above_the_mean, absent, apart, headline, looks_of, overview
+from benchmarks.claims.reading import read
 from benchmarks.claims.records import DOCS, Records
 from benchmarks.claims.standings import current, standings
 
@@ -53,6 +54,7 @@ def test_the_headline_has_its_rows_alone_once_all_of_them_have_run(claim: Claim,
     assert headline(claim, found) == []
     assert absent(found["weak"], {"Pieces": "in pieces", "Alone": "the rich alone"}) == "cannot train:\nthe rich alone"
     assert absent(found["weak"], few.rows) == panel.note == ""
+    assert looks_of(["A, narrow", "B", "A, more", "B"]) == {"A, narrow": (0, 0), "A, more": (0, 1), "B": (1, 0)}
 
 
 def test_labels_and_ticks() -> None:

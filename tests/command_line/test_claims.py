@@ -9,8 +9,9 @@ import pytest
 from claims_helpers import TWO_CASES, a_claim
 
 from benchmarks.claims import jobs
-from benchmarks.claims.definition import Claim, ClaimError, names
+from benchmarks.claims.definition import Claim, ClaimError
 from benchmarks.claims.jobs import Wanted, in_order, searches, wanted
+from benchmarks.claims.reading import names
 from benchmarks.claims.records import Records, RunRecord, SearchRecord, rounded, thinned
 from benchmarks.claims.search import best_rate
 from piecework.studies.jobs import slug
@@ -215,9 +216,13 @@ REFUSED = {
         HEADLINE.format("FeDepth", "skew").replace("cases = {", 'cases = { weak = "b",'),
     ),
     "headline: case 'dark': there is none": ("[search]", HEADLINE.format("FeDepth", "dark")),
-    "headline: the row 'ProFL' has no case 'skew', whose curves are named": (
+    "headline: the last case, 'skew', whose curves are named, has no row called 'a'": (
         "[search]",
         HEADLINE.format("ProFL", "skew"),
+    ),
+    "headline: case 'skew': rows = ['a', 'a']: each must be unique": (
+        "[search]",
+        HEADLINE.format("FeDepth", "skew").replace("rows = {", 'rows = { m-FeDepth = "a",'),
     ),
     "its rate is searched with the row 'FeDepth', which has no case 'weak'": (
         'strategy = "fedepth" }',

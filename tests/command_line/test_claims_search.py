@@ -8,8 +8,9 @@ from claims_harness import IN_ORDER, SMALL, Harness
 from claims_helpers import a_claim, finish
 
 from benchmarks.claims.collect import collect
-from benchmarks.claims.definition import Claim, read
+from benchmarks.claims.definition import Claim
 from benchmarks.claims.jobs import rates_of, reach_of, seed_job
+from benchmarks.claims.reading import read
 from benchmarks.claims.records import Records, SearchRecord
 from benchmarks.claims.search import (
     best_rate,

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.claims.definition import Row, names
+from benchmarks.claims.definition import Row
 from benchmarks.claims.evidence import document, plain_rows
+from benchmarks.claims.reading import names
 from piecework.plans.measured import FILE, Case, Situation, ahead_of, evidence, near, nearest, read_cases, situate
 from piecework.plans.question import ask
 from piecework.plans.suggest_view import evidence_tables
