@@ -54,6 +54,9 @@ class Capabilities:
     why_not_private: str = "what its server does with updates has not been checked for it"  # if it is not `private`
     when_excluded: str = "excluded"  # what plans say of a device that cannot train
     advised: int = 0  # the place among the methods that one would try first, from 1; 0 = it is not among them
+    advised_fit: str = (
+        ""  # ways of `memory.fit` with which one would try an advised method too, if plain steps do not fit
+    )
     caveat: str = ""  # a remark that advice adds to the method's figures
 
     @property

@@ -54,7 +54,12 @@ SIMPLEST = "fedavg"  # with which all others are compared
 
 WHOLE = "piecework.client_app.whole"
 METHODS = {
-    "allsmall": Entry("piecework.strategies.width.allsmall:AllSmall", WHOLE, replace(FEDAVG, advised=4), ("heterofl",)),
+    "allsmall": Entry(
+        "piecework.strategies.width.allsmall:AllSmall",
+        WHOLE,
+        replace(FEDAVG, advised=4, advised_fit="recompute"),
+        ("heterofl",),
+    ),
     "cocofl": Entry(
         "piecework.strategies.whole.cocofl.server:CoCoFL",
         "piecework.strategies.whole.cocofl.client",

@@ -59,10 +59,17 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
                 "lead": lead_of(*ran[:2]),
                 "rows": [row_of(each) | {"plain": each.row in plain, "ahead_of": behind(each, ran)} for each in ran],
                 "longer": longer_rows(claim, case, found[case.name]),
-                "idle": [each.row.name for each in there if each.untrainable],
+                "idle": [idle_name(each.row, ran) for each in there if each.untrainable],
                 "missing": [each.row.name for each in there if not each.recorded],
                 "times": times_of(ran),
             }
+
+
+def idle_name(row: Row, ran: Iterable[Standing]) -> str:
+    """Return the name of a row that no client can train, with what its system lacks if another row of it has trained."""
+    same = [each.row for each in ran if each.row.settings["strategy"] == row.settings["strategy"]]
+    fits = any(each.settings.get("memory.fit") for each in same) and not row.settings.get("memory.fit")
+    return f"{row.name} without memory.fit" if fits else row.name
 
 
 def plain_rows(rows: Iterable[Row]) -> list[Row]:

@@ -203,9 +203,14 @@ def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Se
 
 
 def as_quick(case: Case) -> list[dict[str, Any]]:
-    """Return the rows that are not behind the first one by having more rounds, and take no longer on any storage."""
-    limit = case.rows[0]["seconds"]
-    return [row for row in case.longer if all(row["seconds"][each] <= limit[each] for each in limit)]
+    """Return the rows that are not behind the first one, with as many rounds or with more, and take no longer on any storage.
+
+    Rows with as many rounds that stand for no system in advice are left out.
+    """
+    first, *others = case.rows
+    level = [row for row in others if row["plain"] and row["name"] not in first["ahead_of"]]
+    limit = first["seconds"]
+    return [row for row in (*case.longer, *level) if all(row["seconds"][each] <= limit[each] for each in limit)]
 
 
 def is_told(row: dict[str, Any], case: Case, storage: str) -> bool:

@@ -126,31 +126,45 @@ def rate_text(chosen: Row, case: Case | None) -> str:
 
 
 def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
-    """Return what to compare if time counts: systems that came as far with more rounds as soon.
+    """Return what to compare if time counts: what came as far in no more time, with as many rounds or with more.
 
-    They were measured, so a narrow model of few parameters is one of them.
+    They were measured, so a narrow model of few parameters is one of them. One is left out if another one that is told of was
+    more accurate, and takes no more time here.
     """
     if case is None:
         return ""
-    able = [row for row in rows if row["participation"] > row["swapping"]]
-    possible = {row["strategy"]: row for row in able if row["strategy"] != chosen["strategy"]}
-    best, said = case.rows[0], []
-    for name, found in ((row["strategy"], row) for row in as_quick(case)):
-        if name in possible:
-            times = found["rounds"] / best["rounds"]
-            longer = times * possible[name]["round_seconds"] / chosen["round_seconds"]
-            part = possible[name]["participation"] - possible[name]["swapping"]
-            who = "" if part == 1 else f" (by {format_share(part)} of the clients)"
-            said.append(
-                f"{name}{who}, which had {found['accuracy']:.1f} % with {found['rounds']} rounds (here they take {longer:.1f} "
-                f"times as long as {best['rounds']} of {chosen['strategy']})"
-            )
+    able = [row for row in rows if row["participation"] > row["swapping"] and row["strategy"] != chosen["strategy"]]
+    possible = {(row["strategy"], row["fit"]): row for row in able}
+    quick = [
+        (found, possible[key]) for found in as_quick(case) if (key := (found["strategy"], found["fit"])) in possible
+    ]
+    best = case.rows[0]
+    own = best["rounds"] * chosen["round_seconds"] if quick else 0
+    told = [(found, here, round(found["rounds"] * here["round_seconds"] / own, 1)) for found, here in quick]
+    said = [
+        f"{who_text(here)} ({found['accuracy']:.1f} % with {found['rounds']} rounds, {times:.1f} times the time)"
+        for found, here, times in told
+        if not any(other["accuracy"] > found["accuracy"] and time <= times for other, _, time in told)
+    ]
     if not said:
         return ""
     return (
-        f"If time counts more than rounds, compare {' and '.join(said)}: in what was measured nearest, that took no longer "
-        f"than {best['rounds']} rounds of {best['name']} ({best['accuracy']:.1f} %)."
+        f"If time counts more than rounds, compare {and_text(said)}: in what was measured nearest, that took no longer than "
+        f"{best['rounds']} rounds of {best['name']} ({best['accuracy']:.1f} %). Times are those of your devices, as multiples "
+        f"of {best['rounds']} rounds of {chosen['strategy']}."
     )
+
+
+def who_text(row: Row) -> str:
+    """Return a system with its ways of `memory.fit`, and who can train by it if not all clients can."""
+    name = f"{row['strategy']} with memory.fit = {row['fit']}" if row["fit"] else row["strategy"]
+    part = row["participation"] - row["swapping"]
+    return name if part == 1 else f"{name} by {format_share(part)} of the clients"
+
+
+def and_text(words: Sequence[str]) -> str:
+    """Return `a`, `a and b`, or `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def pieces_text(chosen: Row, rows: list[Row]) -> str:

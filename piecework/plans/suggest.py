@@ -39,12 +39,11 @@ def advise(
     """Return the whole advice as JSON values; `tell` hears what is being planned, and so many `helpers` plan beside it.
 
     `simple` is FedAvg's verdict; if all devices fit a step of the whole model, no other system is planned. Otherwise `ladder`
-    is how the poorest device could train the whole model, `first` are FedAvg, FedAvg with `memory.fit`, what trains the whole
-    model in pieces, AllSmall and ExclusiveFL; `others` are the other systems by name; `refused` cannot train the model, with
-    the reason. `recommended` is one of `first`, or None, and `measured` what was measured nearest. The advice is on adversarial
-    training if the settings ask for it, by `training.adversarial = true` or a system that always does it. If they ask for a
-    personal evaluation, or for a system of the clients' own models, `first` has these systems too, also if all devices fit a
-    step.
+    is how the poorest device could train the whole model, `first` are FedAvg and the systems that one would try first, some
+    also with `memory.fit`; `others` are the other systems by name; `refused` cannot train the model, with the reason.
+    `recommended` is one of `first`, or None, and `measured` what was measured nearest. The advice is on adversarial training
+    if the settings ask for it, by `training.adversarial = true` or a system that always does it. If they ask for a personal
+    evaluation, or for a system of the clients' own models, `first` has these too, also if all devices fit a step.
     """
     asked = find_method(settings.strategy).can
     attacked = settings.training.adversarial or asked.attack == "always"
@@ -67,7 +66,8 @@ def advise(
         rows = beside.rows(plan)
     found = [rows[name] for name in names]
     climbs = settings.memory.model == "traced" and not simple["fits"]
-    able = [row for row in found if not row["reason"]]
+    fitted = plan_fitted(settings, question, plain["attack_steps"]) if climbs else []
+    able = [row for row in (*found, *fitted) if not row["reason"]]
     first += [row for name in (*list_advised(), *own) for row in able if row["strategy"] == name]
     situation = situate(settings, question) if climbs or (own and settings.memory.model == "traced") else None
     recommended = recommend(simple, first, attacked, able, *advising_cases(situation))
@@ -239,6 +239,14 @@ def plan_system(settings: Settings, question: PlanQuestion, attack_steps: int) -
     if plan["coverage"]["level"] == "error":
         return refused | {"reason": plan["coverage"]["says"]}
     return row_of(settings, plan)
+
+
+def plan_fitted(settings: Settings, question: PlanQuestion, attack_steps: int) -> list[Row]:
+    """Plan the systems, except FedAvg, that one would also try with steps in less memory."""
+    able = [name for name in list_advised() if suits(name, settings.training.adversarial)]
+    ways = {name: METHODS[name].can.advised_fit for name in able}
+    given = [settings.with_values({"strategy": name, "memory.fit": fit}) for name, fit in ways.items() if fit]
+    return [plan_system(each, question, attack_steps) for each in given]
 
 
 def row_of(settings: Settings, plan: Row) -> Row:

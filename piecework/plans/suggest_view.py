@@ -14,7 +14,7 @@ from piecework.plans.recommend import USEFUL
 COLUMNS = ("strategy", "take part", "each", "together", "bytes", "time", "notes")
 LEGEND = (
     "take part: of the clients; each, together: the part of the model that a client trains, and all of them; bytes and time "
-    "are those of a round. +fit, with memory.fit: a step of the whole model that takes less memory (docs/howto/memory.md)."
+    "are those of a round. +fit: with memory.fit, by steps that take less memory (docs/howto/memory.md)."
 )
 ANSWERED = "answered: of the clients that were asked; those that a system has no task for are not asked."
 NO_ORDER = "The other systems, {training} training, by name: the order claims nothing."

@@ -150,8 +150,8 @@ def test_what_less_memory_costs_is_said(demo: dict[str, Any]) -> None:
 
 
 def test_what_to_try_first_and_the_others_by_name(demo: dict[str, Any]) -> None:
-    assert [each["strategy"] for each in demo["first"]] == ["fedavg", "fedavg", "fedepth", "allsmall"]
-    assert [each["fit"] for each in demo["first"]] == ["", "auto", "", ""]
+    assert [each["strategy"] for each in demo["first"]] == ["fedavg", "fedavg", "fedepth", "allsmall", "allsmall"]
+    assert [each["fit"] for each in demo["first"]] == ["", "auto", "", "", "recompute"]
     others = [each["strategy"] for each in demo["others"]]
     assert others == sorted(others) == ["heterofl", "profl"]
     refused = {each["strategy"]: each["reason"] for each in demo["refused"]}
