@@ -82,7 +82,8 @@ def narrow_all(
                 x = _run(part, x)
         except (ValueError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
-            raise ValueError(f"in {names[unit]!r}, {reason}") from error
+            failed = "" if isinstance(error, ValueError) else "a call does not work with other numbers of channels: "
+            raise ValueError(f"in {names[unit]!r}, {failed}{reason}") from error
         found.append(x)
     return found
 
