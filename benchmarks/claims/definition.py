@@ -1,4 +1,4 @@
-"""The definition of a claim: its file `NAME.toml` in this folder, read and checked.
+"""The definition of a claim: its file `NAME.toml` in this folder, which reading.py reads and checks.
 
     title = "..."                  # one line
     question = "..."               # what the claim asks
@@ -56,7 +56,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from piecework.device_profiles.documents import abbreviate
 from piecework.training.settings import Scalar
 
-# What the harness decides about a run, by setting; `training.lr` may be given where no rate is searched.
 Name = Annotated[str, Field(min_length=1, max_length=80)]
 Names = Annotated[tuple[Name, ...], Field(strict=False)]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(strict=False)]

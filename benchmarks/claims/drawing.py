@@ -79,7 +79,9 @@ def draw_curves(figure: Any, picture: Picture) -> None:
     height = max(3.4 if down == 1 else 2.7, 0.9 + LINE * len(panels[-1].lines))
     figure.set_size_inches(2.4 * across + 1.8 if len(panels) > 1 else 5.6, height * down)
     grid = figure.subplots(down, across, squeeze=False)
-    for number, (axes, panel) in enumerate(zip(grid.flat, panels, strict=True)):
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for number, (axes, panel) in enumerate(zip(grid.flat, panels, strict=False)):
         axes.set_xscale("log")
         prepare(axes, panel, number)
         axes.set_xticks(places := ticks(*panel.x), labels=[f"{place:,g}" for place in places])

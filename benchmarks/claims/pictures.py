@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from benchmarks.claims.definition import Case, Claim
+from benchmarks.claims.definition import Case, Claim, Headline
 from benchmarks.claims.standings import ACCURACY_AT, MEGABYTES_AT, TIME_AT, Standing
 from benchmarks.claims.tables import STORAGE_NAMES
 from piecework.studies.jobs import slug
@@ -147,31 +147,47 @@ def case_pictures(claim: Claim, case: Case, found: dict[str, list[Standing]]) ->
 
 
 def headline(claim: Claim, found: dict[str, list[Standing]]) -> list[Picture]:
-    """Return the picture of the rows that the definition's headline names; none before all have a record, and one has run."""
+    """Return the picture of the rows that the definition's headline names.
+
+    There is none before all of them have a record, and have run in the last case, whose curves are named.
+    """
     if (wanted := claim.headline) is None:
         return []
     named = {case: [each for each in found[case] if each.row.name in wanted.rows] for case in wanted.cases}
-    points = [point for there in named.values() for each in there for run in each.runs for point in run.curve]
-    if not points or not all(each.recorded for there in named.values() for each in there):
+    if not all(each.recorded for there in named.values() for each in there):
         return []
-    y = percents([100 * point[ACCURACY_AT] for point in points])
+    if not all(each.runs for each in [*named.values()][-1]):
+        return []
+    y = percents(
+        [
+            100 * point[ACCURACY_AT]
+            for there in named.values()
+            for each in there
+            for run in each.runs
+            for point in run.curve
+        ]
+    )
+    panels = tuple(headline_panel(claim, wanted, case, there, y) for case, there in named.items())
+    title = f"Accuracy against simulated time: {claim.title}"
+    return [Picture(f"{claim.name}-headline.svg", title, "curves", measure(claim), panels)]
+
+
+def headline_panel(claim: Claim, wanted: Headline, case: str, there: Sequence[Standing], y: Range) -> Panel:
+    """Return the panel of a case, where only bounds are grey: an experiment in the headline is a way to train."""
     looks = looks_of(wanted.rows.values())
     styles = {row: looks[name][0] for row, name in wanted.rows.items()}
-    at, label = TIME_AT[wanted.storage], f"simulated seconds, {STORAGE_NAMES[wanted.storage]}"
-    panels = [
-        panel([each for each in there if each.runs], styles, at, (wanted.cases[case], label), y)
-        for case, there in named.items()
-    ]
-    panels = [
+    words = wanted.cases[case], f"simulated seconds, {STORAGE_NAMES[wanted.storage]}"
+    drawn = panel([each for each in there if each.runs], styles, TIME_AT[wanted.storage], words, y)
+    lines = tuple(
         replace(
-            each,
-            lines=tuple(rename(claim, wanted.rows, looks, line) for line in each.lines),
-            note=absent(named[case], wanted.rows),
+            line,
+            name=wanted.rows[line.name],
+            variant=looks[wanted.rows[line.name]][1],
+            bound=claim.row(line.name).role == "bound",
         )
-        for case, each in zip(named, panels, strict=True)
-    ]
-    title = f"Accuracy against simulated time: {claim.title}"
-    return [Picture(f"{claim.name}-headline.svg", title, "curves", measure(claim), tuple(panels))]
+        for line in drawn.lines
+    )
+    return replace(drawn, lines=lines, note=absent(there, wanted.rows))
 
 
 def looks_of(names: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -180,12 +196,6 @@ def looks_of(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     for name in dict.fromkeys(names):
         by_system.setdefault(name.split(",")[0], []).append(name)
     return {name: (style, variant) for style, own in enumerate(by_system.values()) for variant, name in enumerate(own)}
-
-
-def rename(claim: Claim, names: Mapping[str, str], looks: Mapping[str, tuple[int, int]], line: Line) -> Line:
-    """Return a line as it is in the headline, where only bounds are grey: an experiment there is a way to train."""
-    name = names[line.name]
-    return replace(line, name=name, variant=looks[name][1], bound=claim.row(line.name).role == "bound")
 
 
 def absent(there: Sequence[Standing], names: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from piecework.device_profiles.documents import abbreviate, read_toml
 from piecework.studies.jobs import slug
 
 FOLDER = Path(__file__).parent
+# What the harness decides about a run, by setting; `training.lr` may be given where no rate is searched.
 OWN = (
     *("seed", "output-dir", "run-name", "resume-from", "state-dir", "data-dir", "engine", "workers"),
     "training.torch-threads",
@@ -107,14 +108,21 @@ def _check_headline(claim: Claim, headline: Headline) -> None:
     if len(set(headline.cases.values())) < len(cases):
         raise ClaimError(f"{where}: cases = {list(headline.cases.values())}: each needs a title of its own")
     for name in headline.rows:
-        named(claim.rows, name, f"{where}: row")
+        own = claim.cases_of(named(claim.rows, name, f"{where}: row"))
+        if not any(case in own for case in cases):
+            raise ClaimError(f"{where}: the row {name!r} is in none of the cases {list(headline.cases)}")
     for case in cases:
-        shown = [called for name, called in headline.rows.items() if case in claim.cases_of(claim.row(name))]
-        _require_unique(shown, f"{where}: case {case.name!r}", "rows")
-    if absent := [called for called in headline.rows.values() if called not in shown]:
+        _require_unique(_names_in(claim, headline, case), f"{where}: case {case.name!r}", "rows")
+    in_last = _names_in(claim, headline, cases[-1])
+    if absent := [called for called in headline.rows.values() if called not in in_last]:
         raise ClaimError(
-            f"{where}: the last case, {case.name!r}, whose curves are named, has no row called {absent[0]!r}"
+            f"{where}: the last case, {cases[-1].name!r}, whose curves are named, has no row called {absent[0]!r}"
         )
+
+
+def _names_in(claim: Claim, headline: Headline, case: Case) -> list[str]:
+    """Return what the headline calls the rows of a case."""
+    return [called for name, called in headline.rows.items() if case in claim.cases_of(claim.row(name))]
 
 
 def _check_row(claim: Claim, row: Row) -> None:

@@ -33,10 +33,8 @@ def logits_of(function: Any, source: Source, vocabulary: int, examples: int = EX
         reason = str(error).partition("\n")[0] or type(error).__name__
         if "meta tensor" in reason:
             reason += "; what depends on values cannot be priced, so write it with tensors (torch.where)"
-        if "on device cpu is not on the expected device meta" in reason:
-            reason += (
-                "; a tensor that its code uses must be in its state dict: use register_buffer, or make it in forward"
-            )
+        if "is not on the expected device" in reason:
+            reason += "; a tensor of the model must be in its state dict (register_buffer), or made in forward without a device"
         said = f"model = {source.name!r} does not take examples of {shape}: {reason}{place_of(error)}"
         raise ValueError(said) from error
     _require_logits(found, source, examples)

@@ -202,15 +202,14 @@ def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Se
     }
 
 
-def as_quick(case: Case) -> list[dict[str, Any]]:
-    """Return the rows that are not behind the first one, with as many rounds or with more, and take no longer on any storage.
+def as_quick(case: Case, row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows that one of a case is not ahead of, with as many rounds or with more, and that take no longer.
 
-    Rows with as many rounds that stand for no system in advice are left out.
+    That is on any storage. Rows with as many rounds that stand for no system in advice are left out.
     """
-    first, *others = case.rows
-    level = [row for row in others if row["plain"] and row["name"] not in first["ahead_of"]]
-    limit = first["seconds"]
-    return [row for row in (*case.longer, *level) if all(row["seconds"][each] <= limit[each] for each in limit)]
+    level = [each for each in case.rows if each["plain"] and each is not row and each["name"] not in row["ahead_of"]]
+    limit = row["seconds"]
+    return [each for each in (*case.longer, *level) if all(each["seconds"][disk] <= limit[disk] for disk in limit)]
 
 
 def is_told(row: dict[str, Any], case: Case, storage: str) -> bool:

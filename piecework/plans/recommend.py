@@ -27,17 +27,17 @@ def recommend(
     """Return the row to try first, as `strategy`, `settings` to give and `text`, which says why; None if nothing can train.
 
     The whole model comes first, if every device can train it: in a plain step, then in one that takes less memory, then in
-    pieces. Else it is the narrow model that every device can train, and last what most clients can do. If another one that
+    pieces. Else it is the widest model that every device can train, and last what most clients can do. If another one that
     every device can do was ahead of it in the `case` that was measured nearest, after as many rounds, that is recommended.
-    Of `others`, too, one is named that came as far there in no more time. Settings that a system should have for a question
+    Of `others`, too, those are named that came as far there in no more time. Settings that a system should have for a question
     like this are those of the `nearest` case, however far away it is.
     """
     useful = [row for row in rows if row["participation"] and row["covered"] >= USEFUL]
     everyone = [row for row in useful if row["participation"] - row["swapping"] == 1]
     whole = [row for row in everyone if row["covered"] == 1]
-    chosen: Row | None = next(iter(whole + everyone), None) or max(
-        useful, key=lambda row: row["participation"] - row["swapping"], default=None
-    )
+    widest = max(everyone, key=lambda row: row["covered"], default=None)
+    most = max(useful, key=lambda row: row["participation"] - row["swapping"], default=None)
+    chosen: Row | None = whole[0] if whole else widest or most
     if chosen is None:
         return None
     text = reason_text(simple, chosen, useful)
@@ -88,13 +88,14 @@ def what_it_trains(chosen: Row) -> str:
         left_out = "" if chosen["min_fraction"] == 1 else f", the poorest {format_share(chosen['min_fraction'])} of it"
         return f"{who} the whole model in pieces that fit it{left_out}."
     if chosen["covered"] < 1:
-        return f"Every device can train a narrower model, {format_share(chosen['covered'])} of the parameters."
+        how = f", by steps with memory.fit = {chosen['fit']}" if chosen["fit"] else ""
+        return f"Every device can train a narrower model, {format_share(chosen['covered'])} of the parameters{how}."
     return ""
 
 
 def rival_text(ahead: Ahead, rival: Row) -> str:
     """Return how far a row was ahead of what would be tried first without measurements, and how long both take."""
-    name = f"{rival['strategy']} with memory.fit" if rival["fit"] else rival["strategy"]
+    name = name_text(rival)
     own, other = format_seconds(ahead.row["round_seconds"]), format_seconds(rival["round_seconds"])
     seeds = "one seed" if ahead.seeds == 1 else f"{ahead.seeds} seeds"
     return (
@@ -128,38 +129,49 @@ def rate_text(chosen: Row, case: Case | None) -> str:
 def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
     """Return what to compare if time counts: what came as far in no more time, with as many rounds or with more.
 
-    They were measured, so a narrow model of few parameters is one of them. One is left out if another one that is told of was
-    more accurate, and takes no more time here.
+    They were measured, so a narrow model of few parameters is one of them. One is left out if another one was more accurate,
+    takes no more time here, and as many clients can train by it.
     """
-    if case is None:
+    measured = plain_rows(case).get((chosen["strategy"], chosen["fit"]))
+    if case is None or measured is None:
         return ""
     able = [row for row in rows if row["participation"] > row["swapping"] and row["strategy"] != chosen["strategy"]]
     possible = {(row["strategy"], row["fit"]): row for row in able}
-    quick = [
-        (found, possible[key]) for found in as_quick(case) if (key := (found["strategy"], found["fit"])) in possible
-    ]
-    best = case.rows[0]
-    own = best["rounds"] * chosen["round_seconds"] if quick else 0
-    told = [(found, here, round(found["rounds"] * here["round_seconds"] / own, 1)) for found, here in quick]
+    quick = [found for found in as_quick(case, measured) if (found["strategy"], found["fit"]) in possible]
+    pairs = [(measured, chosen), *((found, possible[found["strategy"], found["fit"]]) for found in quick)]
+    own = measured["rounds"] * chosen["round_seconds"]
+    told = [(found, here, round(found["rounds"] * here["round_seconds"] / own, 1)) for found, here in pairs]
     said = [
         f"{who_text(here)} ({found['accuracy']:.1f} % with {found['rounds']} rounds, {times:.1f} times the time)"
-        for found, here, times in told
-        if not any(other["accuracy"] > found["accuracy"] and time <= times for other, _, time in told)
+        for found, here, times in told[1:]
+        if not any(
+            other["accuracy"] > found["accuracy"] and time <= times and part_of(there) >= part_of(here)
+            for other, there, time in told
+        )
     ]
     if not said:
         return ""
     return (
         f"If time counts more than rounds, compare {and_text(said)}: in what was measured nearest, that took no longer than "
-        f"{best['rounds']} rounds of {best['name']} ({best['accuracy']:.1f} %). Times are those of your devices, as multiples "
-        f"of {best['rounds']} rounds of {chosen['strategy']}."
+        f"{measured['rounds']} rounds of {measured['name']} ({measured['accuracy']:.1f} %). Times are those of your devices, "
+        f"as multiples of {measured['rounds']} rounds of {name_text(chosen)}."
     )
+
+
+def part_of(row: Row) -> float:
+    """Return the fraction of the clients that can train by a system, without those that only pretend to have the memory."""
+    return float(row["participation"] - row["swapping"])
+
+
+def name_text(row: Row) -> str:
+    """Return a system with its ways of `memory.fit`."""
+    return f"{row['strategy']} with memory.fit = {row['fit']}" if row["fit"] else str(row["strategy"])
 
 
 def who_text(row: Row) -> str:
     """Return a system with its ways of `memory.fit`, and who can train by it if not all clients can."""
-    name = f"{row['strategy']} with memory.fit = {row['fit']}" if row["fit"] else row["strategy"]
-    part = row["participation"] - row["swapping"]
-    return name if part == 1 else f"{name} by {format_share(part)} of the clients"
+    part = part_of(row)
+    return name_text(row) if part == 1 else f"{name_text(row)} by {format_share(part)} of the clients"
 
 
 def and_text(words: Sequence[str]) -> str:

@@ -41,9 +41,9 @@ def advise(
     `simple` is FedAvg's verdict; if all devices fit a step of the whole model, no other system is planned. Otherwise `ladder`
     is how the poorest device could train the whole model, `first` are FedAvg and the systems that one would try first, some
     also with `memory.fit`; `others` are the other systems by name; `refused` cannot train the model, with the reason.
-    `recommended` is one of `first`, or None, and `measured` what was measured nearest. The advice is on adversarial training
-    if the settings ask for it, by `training.adversarial = true` or a system that always does it. If they ask for a personal
-    evaluation, or for a system of the clients' own models, `first` has these too, also if all devices fit a step.
+    `recommended` is one of `first`, or None, and `measured` what was measured nearest. If the settings ask for adversarial
+    training, by `training.adversarial` or a system that always does it, the advice is on that. If they ask for a personal
+    evaluation, or a system of the clients' own models, `first` has these too, also if all devices fit a step.
     """
     asked = find_method(settings.strategy).can
     attacked = settings.training.adversarial or asked.attack == "always"
@@ -56,32 +56,32 @@ def advise(
     own = [name for name in names if personal and METHODS[name].can.personal]
     names = own if fits_all(plain) else names
 
-    def plan(name: str) -> Row:
-        tell(name)
-        return plan_system(settings.with_values({"strategy": name}), question, plain["attack_steps"])
+    def plan(name: str, fit: str = "") -> Row:
+        tell(f"{name} with memory.fit = {fit}" if fit else name)
+        given = {"strategy": name, "memory.fit": fit or settings.memory.fit}
+        return plan_system(settings.with_values(given), question, plain["attack_steps"])
 
-    alone = not names or is_object(settings.model)  # no other process has the object
-    with Helpers(names, settings, question, plain["attack_steps"], 0 if alone else helpers) as beside:
+    helpers = 0 if is_object(settings.model) or not names else helpers  # no other process has the object
+    with Helpers(names, settings, question, plain["attack_steps"], helpers) as beside:
         simple, first = fedavg_verdict(settings, question, plain)
+        climbs = settings.memory.model == "traced" and not simple["fits"]
+        fitted = [plan(name, METHODS[name].can.advised_fit) for name in fitted_names(settings, names) if climbs]
         rows = beside.rows(plan)
-    found = [rows[name] for name in names]
-    climbs = settings.memory.model == "traced" and not simple["fits"]
-    fitted = plan_fitted(settings, question, plain["attack_steps"]) if climbs else []
-    able = [row for row in (*found, *fitted) if not row["reason"]]
+    able = [row for row in (*(rows[name] for name in names), *fitted) if not row["reason"]]
     first += [row for name in (*list_advised(), *own) for row in able if row["strategy"] == name]
     situation = situate(settings, question) if climbs or (own and settings.memory.model == "traced") else None
     recommended = recommend(simple, first, attacked, able, *advising_cases(situation))
-    if recommended and not METHODS[recommended["strategy"]].can.personal:
-        recommended["settings"] |= mode
+    if recommended:
+        recommended["settings"] |= {} if METHODS[recommended["strategy"]].can.personal else mode
     return {
         "adversarial": attacked,
         "simple": simple,
         "ladder": climb(settings, question) if climbs else None,
         "recommended": recommended,
-        "measured": evidence(situation, recommended, read_cases()) if situation else None,
+        "measured": situation and evidence(situation, recommended, read_cases()),
         "first": first,
         "others": [row for row in able if row not in first],
-        "refused": [row for row in found if row["reason"]],
+        "refused": [rows[name] for name in names if name not in {row["strategy"] for row in able}],
     }
 
 
@@ -241,12 +241,9 @@ def plan_system(settings: Settings, question: PlanQuestion, attack_steps: int) -
     return row_of(settings, plan)
 
 
-def plan_fitted(settings: Settings, question: PlanQuestion, attack_steps: int) -> list[Row]:
-    """Plan the systems, except FedAvg, that one would also try with steps in less memory."""
-    able = [name for name in list_advised() if suits(name, settings.training.adversarial)]
-    ways = {name: METHODS[name].can.advised_fit for name in able}
-    given = [settings.with_values({"strategy": name, "memory.fit": fit}) for name, fit in ways.items() if fit]
-    return [plan_system(each, question, attack_steps) for each in given]
+def fitted_names(settings: Settings, names: list[str]) -> list[str]:
+    """Return which of the named systems one would also try with steps in less memory, unless all are asked to take them."""
+    return [name for name in names if METHODS[name].can.advised_fit and not settings.memory.fit]
 
 
 def row_of(settings: Settings, plan: Row) -> Row:

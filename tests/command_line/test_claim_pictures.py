@@ -12,7 +12,7 @@ from claim_helpers import claim_in, records_of, run_of
 from benchmarks.claims.definition import Claim, Headline
 from benchmarks.claims.drawing import draw, short, ticks
 from benchmarks.claims.pages import document, pictures, write_pages
-from benchmarks.claims.pictures import Picture, above_the_mean, absent, apart, headline, looks_of, overview
+from benchmarks.claims.pictures import Line, Panel, Picture, above_the_mean, absent, apart, headline, looks_of, overview
 from benchmarks.claims.reading import read
 from benchmarks.claims.records import DOCS, Records
 from benchmarks.claims.standings import current, standings
@@ -55,6 +55,15 @@ def test_the_headline_has_its_rows_alone_once_all_of_them_have_run(claim: Claim,
     assert absent(found["weak"], {"Pieces": "in pieces", "Alone": "the rich alone"}) == "cannot train:\nthe rich alone"
     assert absent(found["weak"], few.rows) == panel.note == ""
     assert looks_of(["A, narrow", "B", "A, more", "B"]) == {"A, narrow": (0, 0), "A, more": (0, 1), "B": (1, 0)}
+
+
+def test_panels_that_do_not_fill_their_lines_are_drawn_and_the_last_one_names_its_curves(tmp_path: Path) -> None:
+    line = Line("A", False, 0, ((1.0, 10.0), (10.0, 20.0)))
+    panel = Panel("a", "seconds", (0.9, 11.0), (5.0, 25.0), True, (line,))
+    draw(Picture("five.svg", "Five", "curves", "accuracy, %", (panel,) * 5), tmp_path / "five.svg")
+    points, words = drawn(tmp_path / "five.svg")
+    assert sorted(points) == [f"panel-{number}-a" for number in range(5)]
+    assert words.split().count("A") == 1
 
 
 def test_labels_and_ticks() -> None:

@@ -216,9 +216,10 @@ REFUSED = {
         HEADLINE.format("FeDepth", "skew").replace("cases = {", 'cases = { weak = "b",'),
     ),
     "headline: case 'dark': there is none": ("[search]", HEADLINE.format("FeDepth", "dark")),
-    "headline: the last case, 'skew', whose curves are named, has no row called 'a'": (
+    "headline: the row 'ProFL' is in none of the cases ['skew']": ("[search]", HEADLINE.format("ProFL", "skew")),
+    "headline: the last case, 'weak', whose curves are named, has no row called 'a'": (
         "[search]",
-        HEADLINE.format("ProFL", "skew"),
+        HEADLINE.format("m-FeDepth", "skew").replace('= "b"', '= "b", weak = "c"'),
     ),
     "headline: case 'skew': rows = ['a', 'a']: each must be unique": (
         "[search]",

@@ -21,6 +21,7 @@ from piecework.plans.suggest import (
     advise,
     cost_model_of,
     fedavg_verdict,
+    fitted_names,
     plain_settings,
     plan_system,
     suits,
@@ -42,6 +43,12 @@ def demo() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         only(patch, *SOME)
         return advise(settings, ask(settings))
+
+
+def test_a_narrow_model_is_planned_with_less_memory_unless_all_are_asked_to() -> None:
+    names = ["allsmall", "fedepth"]
+    assert fitted_names(Settings(), names) == ["allsmall"]
+    assert fitted_names(settings_with(memory__fit="auto"), names) == []
 
 
 @pytest.mark.slow

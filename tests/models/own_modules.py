@@ -102,14 +102,14 @@ TABLE = torch.ones(64)
 
 
 class Global(nn.Module):
-    """Uses a tensor of its file."""
+    """Uses a tensor of its file, before or after what it computes."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes: int, first: bool) -> None:
         super().__init__()
-        self.fc = nn.Linear(64, classes)
+        self.fc, self.first = nn.Linear(64, classes), first
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x.flatten(1) * TABLE)
+        return self.fc(TABLE * x.flatten(1) if self.first else x.flatten(1) * TABLE)
 
 
 class Asking(nn.Module):
@@ -157,7 +157,11 @@ def loose(num_classes: int, _: Any) -> nn.Module:
 
 
 def global_table(num_classes: int, _: Any) -> nn.Module:
-    return Global(num_classes)
+    return Global(num_classes, first=False)
+
+
+def global_mask(num_classes: int, _: Any) -> nn.Module:
+    return Global(num_classes, first=True)
 
 
 def asking(num_classes: int, _: Any) -> nn.Module:

@@ -133,7 +133,8 @@ def test_what_is_not_cut_is_one_atom_with_the_reason() -> None:
 
 WRONG = {
     "valued": r"does not take examples of 1x8x8: .*; what depends on values .* \(own_modules\.py, line \d+\)$",
-    "global_table": r"must be in its state dict: use register_buffer, or make it in forward \(own_modules\.py, line",
+    "global_table": r"must be in its state dict \(register_buffer\), .* without a device \(own_modules\.py, line",
+    "global_mask": r"must be in its state dict \(register_buffer\), .* without a device \(own_modules\.py, line",
     "loose": "Loose keeps 'scale' outside its state dict",
     "wrong": r"returns \(2, 11\) for 2 examples: expected logits of shape \(2, 10\)",
     "circular": r"refers to itself, as a layer does that keeps its parent, .*: keep the parent by weakref\.proxy",

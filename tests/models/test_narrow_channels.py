@@ -127,6 +127,11 @@ REFUSED: dict[str, tuple[type[Maps], Step, str]] = {
         "through 3 unequal parts of channels",
     ),
     "slice": (Maps, lambda s, x: x + s.a(x)[:, :1], "through a slice of channels"),
+    "scaled": (
+        Maps,
+        lambda s, x: s.a(x) * torch.ones(EDGE, 1, 1),
+        "a call does not work with other numbers of channels: Attempting to broadcast",
+    ),
     "assigned": (Maps, lambda s, x: s.a(x).index_fill(1, torch.tensor([0]), 0.0), "through index_fill"),
     "columns as channels": (
         Maps,
