@@ -205,7 +205,7 @@ def evidence(situation: Situation, recommended: dict[str, Any] | None, cases: Se
 def as_quick(case: Case, row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows that one of a case is not ahead of, with as many rounds or with more, and that take no longer.
 
-    That is on any storage. Rows with as many rounds that stand for no system in advice are left out.
+    That is on any storage. Those with more rounds come first. Rows with as many that stand for no system are left out.
     """
     level = [each for each in case.rows if each["plain"] and each is not row and each["name"] not in row["ahead_of"]]
     limit = row["seconds"]

@@ -129,16 +129,18 @@ def rate_text(chosen: Row, case: Case | None) -> str:
 def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
     """Return what to compare if time counts: what came as far in no more time, with as many rounds or with more.
 
-    They were measured, so a narrow model of few parameters is one of them. One is left out if another one was more accurate,
-    takes no more time here, and as many clients can train by it.
+    They were measured, so a narrow model of few parameters is one of them. Of each only the most accurate is told. One is left
+    out if another one was more accurate, takes no more time here, and as many clients can train by it.
     """
     measured = plain_rows(case).get((chosen["strategy"], chosen["fit"]))
     if case is None or measured is None:
         return ""
     able = [row for row in rows if row["participation"] > row["swapping"] and row["strategy"] != chosen["strategy"]]
     possible = {(row["strategy"], row["fit"]): row for row in able}
-    quick = [found for found in as_quick(case, measured) if (found["strategy"], found["fit"]) in possible]
-    pairs = [(measured, chosen), *((found, possible[found["strategy"], found["fit"]]) for found in quick)]
+    quick: dict[tuple[str, str], Row] = {}
+    for found in as_quick(case, measured):
+        quick.setdefault((found["strategy"], found["fit"]), found)
+    pairs = [(measured, chosen), *((found, possible[key]) for key, found in quick.items() if key in possible)]
     own = measured["rounds"] * chosen["round_seconds"]
     told = [(found, here, round(found["rounds"] * here["round_seconds"] / own, 1)) for found, here in pairs]
     said = [
