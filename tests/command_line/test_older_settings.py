@@ -9,7 +9,7 @@ import pytest
 from benchmarks.docs import pages
 from piecework.training.settings.run import fields
 
-PAGES = pages()
+PAGES = [page for page in pages() if page.stem != "choose"]  # test_choose.py compares its tables with today's records
 RESULTS = re.compile(r"accuracy|clean|seed 1|round 4|`auto`|\| served \|")  # in the first row of a table
 MARK = "efaults have changed since"
 
