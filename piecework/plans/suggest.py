@@ -67,7 +67,7 @@ def advise(
         climbs = settings.memory.model == "traced" and not simple["fits"]
         fitted = [plan(name, METHODS[name].can.advised_fit) for name in fitted_names(settings, names) if climbs]
         rows = beside.rows(plan)
-    able = [row for row in (*(rows[name] for name in names), *fitted) if not row["reason"]]
+    able = [row for row in (*(rows[name] for name in names), *wider(fitted, rows)) if not row["reason"]]
     first += [row for name in (*list_advised(), *own) for row in able if row["strategy"] == name]
     situation = situate(settings, question) if climbs or (own and settings.memory.model == "traced") else None
     recommended = recommend(simple, first, attacked, able, *advising_cases(situation))
@@ -244,6 +244,14 @@ def plan_system(settings: Settings, question: PlanQuestion, attack_steps: int) -
 def fitted_names(settings: Settings, names: list[str]) -> list[str]:
     """Return which of the named systems one would also try with steps in less memory, unless all are asked to take them."""
     return [name for name in names if METHODS[name].can.advised_fit and not settings.memory.fit]
+
+
+def wider(fitted: list[Row], rows: dict[str, Row]) -> list[Row]:
+    """Return the rows with steps in less memory that train more of the model than the same system does in plain steps.
+
+    `rows` are those with plain steps by system. What trains no more would only take more time.
+    """
+    return [row for row in fitted if row.get("covered", 0) > rows[row["strategy"]].get("covered", 0)]
 
 
 def row_of(settings: Settings, plan: Row) -> Row:

@@ -25,6 +25,7 @@ from piecework.plans.suggest import (
     plain_settings,
     plan_system,
     suits,
+    wider,
 )
 from piecework.training.methods import METHODS
 from piecework.training.settings import Settings
@@ -49,6 +50,12 @@ def test_a_narrow_model_is_planned_with_less_memory_unless_all_are_asked_to() ->
     names = ["allsmall", "fedepth"]
     assert fitted_names(Settings(), names) == ["allsmall"]
     assert fitted_names(settings_with(memory__fit="auto"), names) == []
+
+
+def test_steps_in_less_memory_count_where_they_make_a_model_wider() -> None:
+    fitted = [{"strategy": name, "covered": 0.5} for name in ("equal", "refused", "narrower")] + [{"strategy": "none"}]
+    rows: dict[str, Any] = {"equal": {"covered": 0.5}, "refused": {}, "narrower": {"covered": 0.3}, "none": {}}
+    assert [row["strategy"] for row in wider(fitted, rows)] == ["refused", "narrower"]
 
 
 @pytest.mark.slow
