@@ -16,6 +16,7 @@ from benchmarks.claims.pictures import Line, Panel, Picture, above_the_mean, abs
 from benchmarks.claims.reading import read
 from benchmarks.claims.records import DOCS, Records
 from benchmarks.claims.standings import current, standings
+from benchmarks.claims.verdicts import judge
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -170,6 +171,15 @@ def test_the_figures_of_causes_stand_in_the_tables(name: str) -> None:
     known = set(re.findall(r"\d+\.\d+", tables))
     for order in read(name).orders:
         assert set(re.findall(r"\d+\.\d+", order.cause)) <= known, order.text
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_each_order_that_does_not_hold_has_its_cause(name: str) -> None:
+    claim = read(name)
+    found = standings(claim, current(claim, Records.read(name)))
+    judged = [judge(claim, order, case.name, found[case.name]) for case in claim.cases for order in claim.orders]
+    refuted = [each for each in judged if each is not None and each.verdict == "does not hold"]
+    assert not [f"{each.case}: {each.order.text}" for each in refuted if not each.order.cause]
 
 
 def test_no_other_file_lies_beside_the_committed_pages() -> None:
