@@ -257,20 +257,29 @@ def in_steps(situation: Situation) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def who(case: Case, time: dict[str, Any], recommended: dict[str, Any] | None) -> str:
-    """Return who is ahead after as many rounds and in as much time, and whether the recommended system has a run."""
-    lead, first = case.lead, case.rows[0]["name"]
+def lead_text(case: Case) -> str:
+    """Return which row is the highest in a case, and how far the next one is behind it by the rule for orders."""
+    lead, first = case.lead, case.rows[0]
     seeds = "one seed" if lead["seeds"] == 1 else f"{lead['seeds']} seeds"
     verdict = "" if lead["verdict"] in ("ahead", "behind") else f": {lead['verdict']}"
-    said = f"Ahead there after as many rounds: {first}, by {lead['points']:.1f} points ({seeds}{verdict})."
-    if lead["points"] < 0:
-        said = (
-            f"Highest there after as many rounds: {first}; {lead['next']} is {-lead['points']:.1f} points ahead of it with the "
-            f"seeds that both have ({seeds}{verdict})."
-        )
-    if time["row"] != first:
+    rounds = {row["name"]: row["rounds"] for row in case.rows}
+    alike = rounds[first["name"]] == rounds[lead["next"]]
+    name, other = (f"{each}{'' if alike else f' ({rounds[each]} rounds)'}" for each in (first["name"], lead["next"]))
+    there = "there after as many rounds" if alike else "there"
+    if lead["verdict"] == "ahead":
+        return f"Ahead {there}: {name}, by {lead['points']:.1f} points; {other} is next ({seeds})."
+    said = f"Highest {there}: {name}; {other} is {abs(lead['points']):.1f} points"
+    return (
+        f"{said} {'behind' if lead['points'] >= 0 else 'ahead of it with the seeds that both have'} ({seeds}{verdict})."
+    )
+
+
+def who(case: Case, time: dict[str, Any], recommended: dict[str, Any] | None) -> str:
+    """Return who is ahead after as many rounds and in as much time, and whether the recommended system has a run."""
+    said = lead_text(case)
+    if time["row"] != case.rows[0]["name"]:
         said += (
-            f" Ahead in {format_seconds(time['seconds'])} of simulated time, when half of the systems are through: "
+            f" Highest in {format_seconds(time['seconds'])} of simulated time, when half of the systems are through: "
             f"{time['row']}."
         )
     said += longer_text(case, time["storage"])

@@ -23,16 +23,21 @@ def recommend(
     others: Sequence[Row] = (),
     case: Case | None = None,
     nearest: Case | None = None,
+    rate: float = 0.0,
 ) -> Row | None:
     """Return the row to try first, as `strategy`, `settings` to give and `text`, which says why; None if nothing can train.
 
     The whole model comes first, if every device can train it: in a plain step, then in one that takes less memory, then in
     pieces. Else it is the widest model that every device can train, and last what most clients can do. If another one that
     every device can do was ahead of it in the `case` that was measured nearest, after as many rounds, that is recommended.
-    Of `others`, too, those are named that came as far there in no more time. Settings that a system should have for a question
-    like this are those of the `nearest` case, however far away it is.
+    Of `others`, too, those are named that came as far there in no more time. Its rate there is told beside the question's,
+    which is `rate`. Settings that a system should have for a question like this are those of the `nearest` case, however far
+    away it is; if any system has such, then only one that has them is recommended, or one of the clients' own models.
     """
     useful = [row for row in rows if row["participation"] and row["covered"] >= USEFUL]
+    if any(row["advice"] for row in plain_rows(nearest).values()):
+        able = [row for row in useful if METHODS[row["strategy"]].can.personal or advised_row(row["strategy"], nearest)]
+        useful = able or useful
     everyone = [row for row in useful if row["participation"] - row["swapping"] == 1]
     whole = [row for row in everyone if row["covered"] == 1]
     widest = max(everyone, key=lambda row: row["covered"], default=None)
@@ -40,10 +45,10 @@ def recommend(
     chosen: Row | None = whole[0] if whole else widest or most
     if chosen is None:
         return None
-    text = reason_text(simple, chosen, useful)
+    text = reason_text(simple, chosen, useful, case)
     if ahead := ahead_of(chosen, everyone, case):
         text, chosen = f"{what_it_trains(ahead.row)} {rival_text(ahead, chosen)}".strip(), ahead.row
-    text = f"{text} {rate_text(chosen, case)} {time_text(chosen, [*rows, *others], case)}"
+    text = f"{text} {rate_text(chosen, case, rate)} {rounds_text(chosen, case)} {time_text(chosen, [*rows, *others], case)}"
     text = f"{text} {advice_text(chosen['strategy'], nearest)}"
     text = " ".join(text.split())
     changes: dict[str, Any] = {"strategy": chosen["strategy"]}
@@ -54,7 +59,7 @@ def recommend(
     return {"strategy": chosen["strategy"], "settings": changes, "text": text}
 
 
-def reason_text(simple: Row, chosen: Row, rows: list[Row]) -> str:
+def reason_text(simple: Row, chosen: Row, rows: list[Row], case: Case | None) -> str:
     """Return why a row is recommended of `rows`, and what it costs."""
     if not chosen["fit"] and chosen["strategy"] == SIMPLEST:
         return (
@@ -69,7 +74,7 @@ def reason_text(simple: Row, chosen: Row, rows: list[Row]) -> str:
             else f"{format_share(chosen['participation'])} of the clients can"
         )
         said = f"{who} train the whole model in a step that takes less memory. {cost_text(simple['fitted'])}"
-        return f"{said} {pieces_text(chosen, rows)}".strip()
+        return f"{said} {pieces_text(chosen, rows, case)}".strip()
     reached = simple["fitted"]["participation"] if simple["fitted"] else simple["participation"]
     of_clients = f"{format_share(reached)} of the clients"
     aside = f"Federated averaging of the whole model reaches {of_clients}, and leaves out the others' data."
@@ -118,19 +123,32 @@ def advice_text(strategy: str, case: Case | None) -> str:
     return f"With {given} it had {row['accuracy']:.1f} % in what was measured nearest."
 
 
-def rate_text(chosen: Row, case: Case | None) -> str:
-    """Return with which rate a row trained in a case; the default rate may be far from it."""
+def rate_text(chosen: Row, case: Case | None, rate: float) -> str:
+    """Return with which rate a row trained in a case, of another model; that of the question, `rate`, may be far from it."""
     row = plain_rows(case).get((chosen["strategy"], chosen["fit"]))
     if row is None or not row["rate"]:
         return ""
-    return f"What was measured nearest had training.lr = {row['rate']:g} for {chosen['strategy']}: try rates around that one."
+    here = "the command has it too" if row["rate"] == rate else f"the command has {rate:g}"
+    return f"What was measured nearest had training.lr = {row['rate']:g} for {chosen['strategy']}, and {here}: compare rates."
+
+
+def rounds_text(chosen: Row, case: Case | None) -> str:
+    """Return what more rounds gave a row in a case, if one with more rounds is not behind the best one there."""
+    key = (chosen["strategy"], chosen["fit"])
+    row = plain_rows(case).get(key)
+    longer = [each for each in case.longer if (each["strategy"], each["fit"]) == key] if case else []
+    if row is None or not longer:
+        return ""
+    most = max(longer, key=lambda each: each["accuracy"])
+    had = f"{most['rounds']} rounds gave it {most['accuracy']:.1f} % there, and {row['rounds']} gave it {row['accuracy']:.1f}"
+    return f"Give it many rounds: {had}."
 
 
 def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
     """Return what to compare if time counts: what came as far in no more time, with as many rounds or with more.
 
     They were measured, so a narrow model of few parameters is one of them. Of each only the most accurate is told. One is left
-    out if another one was more accurate, takes no more time here, and as many clients can train by it.
+    out if it takes longer here, or another one was more accurate, takes no more time here, and as many clients can train by it.
     """
     measured = plain_rows(case).get((chosen["strategy"], chosen["fit"]))
     if case is None or measured is None:
@@ -144,9 +162,11 @@ def time_text(chosen: Row, rows: Sequence[Row], case: Case | None) -> str:
     own = measured["rounds"] * chosen["round_seconds"]
     told = [(found, here, round(found["rounds"] * here["round_seconds"] / own, 1)) for found, here in pairs]
     said = [
-        f"{who_text(here)} ({found['accuracy']:.1f} % with {found['rounds']} rounds, {times:.1f} times the time)"
+        f"{who_text(here)} ({part_text(here)}{found['accuracy']:.1f} % with {found['rounds']} rounds, {times:.1f} times the "
+        "time)"
         for found, here, times in told[1:]
-        if not any(
+        if times <= 1
+        and not any(
             other["accuracy"] > found["accuracy"] and time <= times and part_of(there) >= part_of(here)
             for other, there, time in told
         )
@@ -176,20 +196,36 @@ def who_text(row: Row) -> str:
     return name_text(row) if part == 1 else f"{name_text(row)} by {format_share(part)} of the clients"
 
 
+def part_text(row: Row) -> str:
+    """Return the part of the model that is trained, if it is not all of it."""
+    return "" if row["covered"] == 1 else f"{format_share(row['covered'])} of the model, "
+
+
 def and_text(words: Sequence[str]) -> str:
     """Return `a`, `a and b`, or `a, b and c`."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def pieces_text(chosen: Row, rows: list[Row]) -> str:
-    """Return how a round's time compares with a system's that as many clients train the model by in pieces, if there is one."""
+def pieces_text(chosen: Row, rows: list[Row], case: Case | None) -> str:
+    """Return how a round's time compares with a system's that as many clients train the model by in pieces, if there is one.
+
+    With it, how the two compared in a case that both have a run in.
+    """
     able = [row for row in rows if row["participation"] - row["swapping"] >= chosen["participation"]]
     cut = [row for row in able if METHODS[row["strategy"]].can.cuts and row["covered"] == 1 and row["stages"] == 1]
     if not cut:
         return ""
     quickest = min(cut, key=lambda row: row["round_seconds"])
     own, other = format_seconds(chosen["round_seconds"]), format_seconds(quickest["round_seconds"])
-    return f"A round takes {own}; with {quickest['strategy']}, which trains the model in pieces, {other}."
+    said = f"A round takes {own}; with {quickest['strategy']}, which trains the model in pieces, {other}."
+    one, two = (plain_rows(case).get((row["strategy"], row["fit"])) for row in (chosen, quickest))
+    if one is None or two is None or one["name"] in two["ahead_of"]:
+        return said
+    if two["name"] in one["ahead_of"]:
+        points = one["ahead_of"][two["name"]]
+        return f"{said} In what was measured nearest that was {points:.1f} points behind after as many rounds."
+    had = f"{one['accuracy']:.1f} and {two['accuracy']:.1f} %"
+    return f"{said} In what was measured nearest the two cannot be told apart after as many rounds: {had}."
 
 
 def cost_text(fitted: Row) -> str:

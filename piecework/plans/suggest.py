@@ -70,7 +70,7 @@ def advise(
     able = [row for row in (*(rows[name] for name in names), *wider(fitted, rows)) if not row["reason"]]
     first += [row for name in (*list_advised(), *own) for row in able if row["strategy"] == name]
     situation = situate(settings, question) if climbs or (own and settings.memory.model == "traced") else None
-    recommended = recommend(simple, first, attacked, able, *advising_cases(situation))
+    recommended = recommend(simple, first, attacked, able, *advising_cases(situation), settings.training.lr)
     if recommended:
         recommended["settings"] |= {} if METHODS[recommended["strategy"]].can.personal else mode
     return {

@@ -16,7 +16,10 @@ LEGEND = (
     "take part: of the clients; each, together: the part of the model that a client trains, and all of them; bytes and time "
     "are those of a round. +fit: with memory.fit, by steps that take less memory (docs/howto/memory.md)."
 )
-ANSWERED = "answered: of the clients that were asked; those that a system has no task for are not asked."
+ANSWERED = (
+    "behind by: points of the means over all seeds (the text compares the seeds that both have); answered: of the clients that "
+    "were asked; those that a system has no task for are not asked."
+)
 NO_ORDER = "The other systems, {training} training, by name: the order claims nothing."
 
 

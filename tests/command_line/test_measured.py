@@ -28,6 +28,7 @@ def row(name: str, strategy: str, accuracy: float, fit: str = "") -> dict[str, A
         "fit": fit,
         "accuracy": accuracy,
         "seeds": 1,
+        "rounds": 60,
         "participation": 100.0,
         "seconds": seconds,
         "plain": True,
@@ -40,7 +41,12 @@ def a_case(situation: Situation, name: str, *rows: dict[str, Any], ahead: str = 
         {"storage": "sd", "bandwidth": 45e6, "seconds": 90.0, "row": ahead, "accuracy": 30.0},
         {"storage": "nvme", "bandwidth": 1.3e9, "seconds": 9.0, "row": rows[0]["name"], "accuracy": 30.0},
     )
-    lead = {"points": rows[0]["accuracy"] - rows[1]["accuracy"], "seeds": 1, "verdict": "undecided"}
+    lead = {
+        "points": rows[0]["accuracy"] - rows[1]["accuracy"],
+        "seeds": 1,
+        "verdict": "undecided",
+        "next": rows[1]["name"],
+    }
     return Case("budgets", name, "a model on data", situation, lead, rows, (), (), times)
 
 
@@ -108,13 +114,13 @@ def test_what_is_said_of_it() -> None:
     assert found["case"] == {"claim": "budgets", "name": "weak", "distance": 0.0}
     assert found["text"] == (
         "Measured nearest: a model on data (docs/claims/budgets.md, weak). There the devices have 0.25 of a plain step (here "
-        "0.25), of which parameters, gradients and the optimiser's state are 0.20 (here 0.20). Ahead there after as many "
-        "rounds: FeDepth, by 1.0 points (one seed: undecided). Ahead in 1 min 30 s of simulated time, when half of the systems "
-        "are through: HeteroFL."
+        "0.25), of which parameters, gradients and the optimiser's state are 0.20 (here 0.20). Highest there after as many "
+        "rounds: FeDepth; FedAvg, auto is 1.0 points behind (one seed: undecided). Highest in 1 min 30 s of simulated time, "
+        "when half of the systems are through: HeteroFL."
     )
     fast = evidence(replace(WEAK, disk=FAST), FITTED, CASES)
     assert [each["seconds"] for each in fast["rows"][:2]] == [48.0, 47.0]
-    assert "Ahead in" not in fast["text"]
+    assert "Highest in" not in fast["text"]
 
 
 def test_the_next_row_may_be_ahead_with_the_seeds_that_both_have() -> None:
@@ -133,8 +139,12 @@ def test_what_is_missing_or_far_is_said() -> None:
     far = evidence(replace(WEAK, poorest=0.9, richest=0.9), other, CASES)
     assert far["text"].startswith("Nothing near this was measured; the nearest is a model on data")
     assert far["text"].endswith("The recommended system has no finished run there.")
-    decided = replace(CASES[0], lead={"points": 1.25, "seeds": 3, "verdict": "ahead"})
-    assert "FeDepth, by 1.2 points (3 seeds)." in evidence(WEAK, None, [decided])["text"]
+    decided = replace(CASES[0], lead={**CASES[0].lead, "points": 1.25, "seeds": 3, "verdict": "ahead"})
+    ahead = "Ahead there after as many rounds: FeDepth, by 1.2 points; FedAvg, auto is next (3 seeds)."
+    assert ahead in evidence(WEAK, None, [decided])["text"]
+    longer = replace(decided, rows=({**ROWS[0], "rounds": 90}, *ROWS[1:]))
+    unlike = "Ahead there: FeDepth (90 rounds), by 1.2 points; FedAvg, auto (60 rounds) is next (3 seeds)."
+    assert unlike in evidence(WEAK, None, [longer])["text"]
     partly = replace(CASES[0], idle=("FedAvg, fitted", "ExclusiveFL"), missing=("ProFL",))
     said = " No client can train there: FedAvg, fitted; ExclusiveFL. Not run there yet: ProFL."
     assert said in evidence(WEAK, None, [partly])["text"]

@@ -209,7 +209,7 @@ def test_the_advice_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fedavg +fit 100%" in said
     assert "The other systems, clean training, by name: the order claims nothing." in said
     assert "exclusivefl: no device can: the one that is closest needs 1 MB and has 979 kB" in said
-    assert "Ahead there after as many rounds:" in said
+    assert " there after as many rounds: " in said
     assert any(line.split()[:1] == ["AllSmall"] for line in lines)  # what was measured of it
 
 
