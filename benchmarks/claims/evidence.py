@@ -19,6 +19,7 @@ from piecework.plans.question import ask
 from piecework.training.methods import SIMPLEST
 from piecework.training.settings import Settings
 
+VARIANTS = {"training.batch-size", "architecture.width"}  # a row with one of these stands for no system
 HEAD = "# Written by `python -m benchmarks.claims table` from docs/claims. Do not edit: a test compares it.\n"
 
 
@@ -68,7 +69,7 @@ def cases_of(claim: Claim, docs: Path) -> Iterator[dict[str, Any]]:
 def idle_name(row: Row, ran: Iterable[Standing]) -> str:
     """Return the name of a row that no client can train, with what its system lacks if another row of it has trained."""
     same = [each.row for each in ran if each.row.settings["strategy"] == row.settings["strategy"]]
-    fits = any(each.settings.get("memory.fit") for each in same) and not row.settings.get("memory.fit")
+    fits = any(each.settings.get("memory.fit") for each in same) and not {"memory.fit", *VARIANTS} & row.settings.keys()
     return f"{row.name} without memory.fit" if fits else row.name
 
 
@@ -79,7 +80,7 @@ def plain_rows(rows: Iterable[Row]) -> list[Row]:
     """
     found: dict[tuple[Any, Any], Row] = {}
     for row in rows:
-        if not {"training.batch-size", "architecture.width"} & row.settings.keys():
+        if not VARIANTS & row.settings.keys():
             found.setdefault((row.settings["strategy"], row.settings.get("memory.fit", "")), row)
     return [*found.values()]
 

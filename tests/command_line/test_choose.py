@@ -32,6 +32,20 @@ def test_a_figure_stands_in_a_page_that_its_section_names(section: str) -> None:
     assert absent(figures_of(prose), "".join(path.read_text("utf-8") for path in linked)) == set()
 
 
+RESULTS = [path for path in sorted(PAGE.parent.glob("results/*.md")) if "](../claims/" in path.read_text("utf-8")]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_that_name_a_claim_say_what_it_says(path: Path) -> None:
+    found = 0
+    for block in path.read_text("utf-8").split("\n\n"):
+        linked = re.findall(r"\]\((\.\./claims/[^)#]+)", block)
+        figures = {each for each in figures_of(block) if "." in each} if linked else set()
+        assert absent(figures, "".join((path.parent / each).read_text("utf-8") for each in linked)) == set()
+        found += len(figures)
+    assert found or path.stem == "index"
+
+
 def test_the_readme_says_what_the_page_says() -> None:
     said = (ROOT / "README.md").read_text("utf-8").partition("**Which way is best")[2].partition("\n## ")[0]
     assert len(figures_of(said)) >= 12
